@@ -60,7 +60,7 @@ def most_ranks() -> int:
 
 
 def check_number(n: int) -> None:
-    """Raise ``InvalidInput`` for what is no number of ranks."""
+    """Raise ``InvalidInput`` for anything but a number of ranks."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InvalidInput(f"{n!r} ranks cannot be started: it must be a whole number of at least 1, such as 4.")
 

@@ -41,10 +41,10 @@ def of_own(model: Any, data: Any) -> SyncLook:
             read; random numbers are put back.
 
     Raises:
-        WorkloadError: ``model`` is no module, or ``data`` can be iterated once only.
+        WorkloadError: ``model`` is not a module, or ``data`` can be iterated only once.
     """
     if not isinstance(model, nn.Module):
-        raise WorkloadError(f"A {type(model).__name__} is no model: name a torch.nn.Module, such as model=net.")
+        raise WorkloadError(f"A {type(model).__name__} is not a model: name a torch.nn.Module, such as model=net.")
     params = dict(model.named_parameters())
     grads = {name: param.grad for name, param in params.items() if param.grad is not None}
     samples = None if data is None else _samples(data)

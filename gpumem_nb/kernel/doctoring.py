@@ -38,7 +38,7 @@ _WAITED_FOR = (
     "Other work waits for the ranks, such as a cell that trains: inputs were not examined, and trial steps are "
     "not timed meanwhile. Run it again when that is over."
 )
-_TRIED_FLIPS = 3  # of those that may mend a finding, as many are predicted
+_TRIED_FLIPS = 3  # of those that may fix a finding, as many are predicted
 
 
 class Doctoring:

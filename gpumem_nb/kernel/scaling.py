@@ -115,7 +115,7 @@ class Scaling:
         if ranks is None:
             return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
         if isinstance(ranks, (str, int)):
-            raise InvalidInput(f"ranks={ranks!r} are no numbers of ranks: write them as a list, such as [1, 2].")
+            raise InvalidInput(f"ranks={ranks!r} are not numbers of ranks: write them as a list, such as [1, 2].")
         for count in ranks:
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
                 raise InvalidInput(f"{count!r} ranks cannot be measured: write numbers from 1 to {most}.")

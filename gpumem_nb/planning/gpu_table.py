@@ -132,7 +132,7 @@ def key_of(name: str) -> str:
 def _of_csv(path: Path) -> Iterator[Gpu]:
     with path.open(newline="", encoding="utf-8") as file:
         if "\0" in (text := file.read()):
-            raise ValueError("it holds NUL bytes, so it is no text")
+            raise ValueError("it holds NUL bytes, so it is not text")
         for row in csv.DictReader(io.StringIO(text, newline="")):
             if lacks := [name for name, value in row.items() if name is None or not value]:
                 raise ValueError(f"the line of {row['name']!r} has no value of {lacks[0]}, or too many values")
@@ -144,7 +144,7 @@ def _of_csv(path: Path) -> Iterator[Gpu]:
 
 def _bytes(mib: str) -> int:
     if not math.isfinite(float(mib)):
-        raise ValueError(f"{mib} MiB is no size")
+        raise ValueError(f"{mib} MiB is not a size")
     return round(float(mib) * _MIB)
 
 
@@ -155,10 +155,10 @@ def _checked(gpu: Gpu) -> Gpu:
         ValueError: it cannot.
     """
     if not gpu.name.isprintable():
-        raise ValueError(f"{gpu.name!r} is no name")
+        raise ValueError(f"{gpu.name!r} is not a name")
     sizes = gpu.memory_bytes - 1, gpu.outside_bytes, gpu.outside_error_bytes, gpu.convolution_bytes
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise ValueError(f"a size of {gpu.name!r} is negative or no size at all")
+        raise ValueError(f"a size of {gpu.name!r} is negative or not a size")
     return gpu
 
 

@@ -76,7 +76,7 @@ class PredictsSettings:
         return self._life.predicting.peaks_by_batch(knobs)
 
     def doctor(self, progress: Progress = lambda what, done: None) -> Diagnosis:
-        """Return what is wrong with this session as it is, the worst first, with the flips that would mend it.
+        """Return what is wrong with this session as it is, the worst first, with the flips that would fix it.
 
         Each finding has numbers of this session, and of its flip what that saves and costs, from steps that are undone;
         training goes on meanwhile. Nothing is found in a healthy session.

@@ -30,7 +30,7 @@ def write_report(session: Session, path: str | os.PathLike[str], progress: Progr
         raise InvalidInput(f"{target.name} cannot be written: a report is a page. Name a file such as report.html.")
     check_over(target, BEGIN)  # before the ranks are asked
     text = report_page(session, _findings(session, progress), session.score(), versions())
-    data = text.encode("utf-8", "backslashreplace")  # of a name that is no text, say
+    data = text.encode("utf-8", "backslashreplace")  # of a name that is not text, for example
     return write_over(target, data, BEGIN, "It opens in any browser, without a network and without a kernel.")
 
 

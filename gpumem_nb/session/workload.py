@@ -78,7 +78,7 @@ class HoldsWorkload:
                 dataset (or subset) and collate function are used.
             metric: a function ``metric(model, batch)``, or one called as ``metric(model(inputs), targets)``, that
                 returns a number or a dict of numbers for a micro-batch. They are averaged over samples, so an accuracy
-                is right, and an F1 score, which is no mean over samples, is not.
+                is right, and an F1 score, which is not a mean over samples, is not.
             seed: of the order of the data, and of the random numbers that training draws; that of :meth:`seed` by
                 default.
 

@@ -114,7 +114,7 @@ class Cell:
     """Code that ran on the ranks, or what changed their random numbers or variables from outside.
 
     Attributes:
-        source: plain Python; empty for what is no cell.
+        source: plain Python; empty for what is not a cell.
         everywhere: whether it ran on all ranks.
         finished: whether it ended well.
         drew: whether it moved the random numbers that cells draw.
@@ -138,6 +138,6 @@ class Cell:
 
     @property
     def known(self) -> bool:
-        """Return whether doing it again gives what it gave: its code is there, and ran well on all ranks."""
+        """Return whether doing it again gives what it gave: its code is there, and succeeded on all ranks."""
         unmade = self.pushed or self.opaque or any(not variable for _, variable in self.offered)
         return self.everywhere and self.finished and not unmade

@@ -119,7 +119,7 @@ class DiagnosisView:
         row = [helps]
         if flip:
             one.button = ipywidgets.Button(
-                description=f"Apply {flip.typed}", tooltip=f"mends: {finding.cause}; {flip.mathematics}"
+                description=f"Apply {flip.typed}", tooltip=f"fixes: {finding.cause}; {flip.mathematics}"
             )
             one.button.on_click(lambda _: self._press(one))
             row.insert(0, one.button)

@@ -150,7 +150,7 @@ def test_what_cannot_be_checked_is_refused(loop: Session, shell: InteractiveShel
         loop.check_sync(data="loader")
     with pytest.raises(WorkloadError, match=r"there is no variable 'nett' on the ranks\. Did you mean 'net'"):
         loop.check_sync("nett")
-    with pytest.raises(WorkloadError, match="is no model"):
+    with pytest.raises(WorkloadError, match="is not a model"):
         loop.check_sync("loader")
     loop.run("once = iter([1, 2])")
     with pytest.raises(WorkloadError, match="iterated once only"):

@@ -178,7 +178,7 @@ class RemoteHost:
         if not hello["horovod"]:
             return f"Host {self.name} has no Horovod: build it there with python -m gpumem_nb.install.horovod_build"
         return (
-            f"Host {self.name} sees this machine as {self.kernel_address}, which is no address of it: the hosts must "
+            f"Host {self.name} sees this machine as {self.kernel_address}, which is not its address: the hosts must "
             "reach each other without address translation."
         )
 

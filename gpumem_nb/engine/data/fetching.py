@@ -96,7 +96,7 @@ class Fetcher:
                     raise
                 bad.append(f"sample {index!r} of the data failed: {type(error).__name__}: {text_of(error)}")
                 if not self.skip:
-                    raise WorkloadError(f"{bad[0]}. Mend it, or go on without it: on_bad_sample=skip.") from error
+                    raise WorkloadError(f"{bad[0]}. Fix it, or go on without it: on_bad_sample=skip.") from error
         if not samples:
             raise WorkloadError(f"No sample of a micro-batch could be fetched{'; '.join(['', *bad[:1]])}.")
         return samples, bad

@@ -45,7 +45,7 @@ from .step import DryStep
 
 MOST_REAL_BYTES = 2**30
 _SMALL = (2, 4)  # batch sizes of the steps that are taken on the CPU
-_MEND = "Mend that line, or start ranks (%hvd_start) and predict there."
+_MEND = "Fix that line, or start ranks (%hvd_start) and predict there."
 _DO_WITHOUT = "Let the constructor do without that value, or start ranks (%hvd_start) and predict there."
 _NO_END = f"It was not found within {SEARCH_S} s and the memory of a dry run. Predict single sizes."
 BYTES_A_PARAMETER = 5 * 4  # weight, gradient, two of Adam's and a copy of one, in fp32

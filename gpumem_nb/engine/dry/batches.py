@@ -85,7 +85,7 @@ def _collated(handed: Handed, samples: Sequence[Any]) -> Any:
             raise WorkloadError(do_not_go_together(error)) from None
         raise WorkloadError(
             f"collate_fn cannot make a batch of {len(samples)} samples ({type(error).__name__}: {text_of(error)}). "
-            "Mend it, or start ranks (%hvd_start) and predict there."
+            "Fix it, or start ranks (%hvd_start) and predict there."
         ) from None
 
 

@@ -45,7 +45,7 @@ def looked_at(handed: Handed) -> tuple[Any, Any, Any]:
         raise
     except Exception as error:
         raise WorkloadError(
-            f"A sample of the data cannot be taken ({type(error).__name__}: {text_of(error)}). Mend the dataset, or "
+            f"A sample of the data cannot be taken ({type(error).__name__}: {text_of(error)}). Fix the dataset, or "
             "give one of random tensors of the same shapes."
         ) from None
     if most[0] < 0:

@@ -31,7 +31,7 @@ def watch(profile: Path) -> None:
 
 
 def _end_from_outside(record: Path) -> bool:
-    """In a process that is no rank, because MPI ends ranks at once when they lose those on another host."""
+    """In a process that is not a rank, because MPI ends ranks at once when they lose those on another host."""
     command = [sys.executable, "-m", "gpumem_nb.shared.cluster_records", str(record)]
     nothing = subprocess.DEVNULL
     with suppress(OSError):

@@ -116,7 +116,7 @@ class Tracer:
 
     @contextmanager
     def _noting_problems(self, what: str) -> Iterator[None]:
-        """What goes wrong inside is no reason to fail a step."""
+        """An error inside is not a reason to fail a step."""
         try:
             yield
         except Exception as error:

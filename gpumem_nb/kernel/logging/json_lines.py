@@ -93,7 +93,7 @@ def _finite(value: Any) -> Any:
 
 
 def _check(path: Path) -> None:
-    """Refuse to append to what is no log: a slip of the finger must not cost a notebook."""
+    """Refuse to append to a file that is not a log: a slip of the finger must not cost a notebook."""
     if not path.is_file() or not os.path.getsize(path):
         return
     with path.open(encoding="utf-8") as file:

@@ -18,7 +18,7 @@ from ..policy import Policy
 from ..tryout import Tryout
 from .state import TrainingState
 
-TRIAL_ID = -2  # and below: trials are no configurations of their own
+TRIAL_ID = -2  # and below: trials are not configurations of their own
 
 
 class Failures:

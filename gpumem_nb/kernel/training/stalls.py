@@ -69,7 +69,7 @@ class Stalls:
             self._state.stop(
                 TrainingFailed(
                     f"{why}.\nWhat was under way was discarded on all ranks, which join again by themselves, and "
-                    "training paused. Mend the cause, then go on with %hvd_play."
+                    "training paused. Fix the cause, then go on with %hvd_play."
                 )
             )
         self._state.wakeup.notify()

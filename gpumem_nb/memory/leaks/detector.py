@@ -137,7 +137,7 @@ class LeakDetector:
 
     def _name(self, births: Births) -> None:
         self.let_go()
-        gc.collect()  # circles of garbage are no leak
+        gc.collect()  # cycles of garbage are not a leak
         births.prune()
         kept = _held(births.births, Holders(self._known))
         groups: dict[str, list[tuple[_Kept, Holder]]] = defaultdict(list)

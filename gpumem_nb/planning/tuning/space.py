@@ -149,7 +149,7 @@ def _split_of(present: Settings, per_rank: int, workload: WorkloadInfo) -> dict[
     if workload.data.batched:
         if per_rank % most:
             raise InvalidInput(
-                f"The data bring micro-batches of {most} samples, of which {per_rank} on a rank are no whole number."
+                f"The data bring micro-batches of {most} samples, of which {per_rank} on a rank are not a whole number."
             )
         return _split(most, per_rank)
     return _split(max(size for size in _divisors(per_rank) if size <= most), per_rank)

@@ -63,7 +63,7 @@ def held_by_cells(evidence: Evidence) -> Finding | None:
     )
 
 
-_BEFORE_DOES_NOT_FIT = 3.5  # a flip to smaller settings would mend what is not to blame
+_BEFORE_DOES_NOT_FIT = 3.5  # a flip to smaller settings would fix what is not the cause
 _MOST_OF_LIMIT = 0.1
 
 
