@@ -14,15 +14,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from gpumem_nb.engine.data.handed import as_dataset
+from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.losses import as_loss
 from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.undo.changing import SMALL_BYTES
 from gpumem_nb.engine.undo.step_undo import ForwardState, ForwardUndo, UpdateUndo
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
+from tests.links import Overheard
 from tests.unit.test_one_rank import alone as alone  # a fixture
+from tests.unit.test_one_rank import loss as mean_square
 from tests.unit.test_one_rank import rows, stream
 
 WIDTH = 4
@@ -259,3 +265,62 @@ def test_an_optimizer_that_counts_in_an_attribute_is_put_back() -> None:
     undo.undo()
     assert optimizer.steps == 0
     assert optimizer.state["mean"] == 0  # type: ignore[index]
+
+
+class Late(nn.Module):
+    """Writes something large in place, in every fourth forward or in all of them."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        large = torch.ones(20 * SMALL_BYTES // 4)
+        self.large = large if what == "a tensor" else nn.Parameter(large, requires_grad=what == "a trained weight")
+        self.calls, self.every = 0, 1 if what == "a tensor" else 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % self.every == 0:
+            with torch.no_grad():
+                self.large.mul_(0.5)
+        return cast(Tensor, self.linear(x)) * self.large[0]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("what", ["a tensor", "a frozen weight", "a trained weight"])
+def test_what_is_large_and_first_written_in_a_step_that_is_undone_is_told_of_and_then_put_back(what: str) -> None:
+    net = Late(what)
+    optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=0.1)
+    workload = Workload("late", lambda: net, rows, mean_square, optimizer=lambda params: optimizer)
+    trainer = Trainer(workload, stream(), opened(), time.time())
+    settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
+    if net.every > 1:
+        assert trainer.run(Chunk(settings, 1, 3)).failure is None
+
+    def changed() -> bool:
+        before = net.large.detach().clone()
+        assert trainer.trials.forecast(settings, [2], [2], 0).failure is None
+        return not torch.equal(net.large, before)
+
+    assert changed()
+    told = trainer.run(Chunk(settings, 2, 1)).failure
+    assert told is not None
+    assert "forward wrote a large" in told.message
+    assert not changed()
+    assert not changed()
+    assert trainer.run(Chunk(settings, 3, 4)).failure is None
+
+
+def test_a_view_of_a_trained_weight_is_not_taken_for_something_that_forward_writes(
+    alone: Overheard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net: Any = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, WIDTH))
+    net.view = net[0].weight.detach()[1:]
+    wide = TensorDataset(torch.ones(16, 1024))
+    workload = Workload("view", lambda: net, lambda: wide, mean_square)
+    trainer = Trainer(workload, ShardedStream(*as_dataset(wide), rank=0, size=1), opened(), time.time())
+    settings, before = Settings(batch_size=2), net.view.clone()
+    with monkeypatch.context() as other_rank:
+        other_rank.setattr(alone, "any_rank", lambda vote, about: True)  # which could not update
+        assert trainer.run(Chunk(settings, 1, 1)).samples[0].event == "discarded"
+    assert torch.equal(net.view, before)
+    assert trainer.run(Chunk(settings, 2, 2)).failure is None

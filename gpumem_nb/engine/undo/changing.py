@@ -38,6 +38,11 @@ class Before:
         """Return whether it may have been changed in place since."""
         return self.unseen or version(self.tensor) != self.version
 
+    @property
+    def was_missed(self) -> bool:
+        """Whether it may have been changed in place since, and cannot be put back."""
+        return self.content is None and self.was_changed
+
     def holds_other_content(self) -> bool:
         """Compare the tensor with what was kept of it; waits for the device."""
         return self.content is not None and not torch.equal(self.tensor.detach().to(self.content.device), self.content)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import forget_scaler
+from ...internals.torch_internals import forget_scaler, version
 from ...shared.errors import WorkloadError
 from .. import cells
 from ..copies import Aside, Shelf, host_copy, overwrite, quick_checksum
@@ -35,6 +35,7 @@ class ForwardUndo:
     def __init__(self, state: ForwardState, weights: KeptWeights | None = None) -> None:
         self.weights = weights
         state.forget_after_cells()
+        self._state = state
         self._python = state.python.take()
         self._others = state.others_before(self._python)
         self._buffers = state.always_kept()
@@ -46,8 +47,13 @@ class ForwardUndo:
         What one part raises stops no other, and is raised when all are done.
         """
         weights = (self.weights.put_back,) if self.weights else ()
-        others = (before.put_back for before in self._others)
+        others = (*(before.put_back for before in self._others), self._tell_of_missed)
         each(chain(self._python.parts(), others, (self._put_buffers_back,), weights, (self._random.put_back,)))
+
+    def _tell_of_missed(self) -> None:
+        missed = [before for before in self._others if before.was_missed]
+        if missed:
+            self._state.tell_of(missed, self.weights.looked_after if self.weights else set())
 
     def _put_buffers_back(self) -> None:
         for buffer, content in self._buffers:
@@ -106,6 +112,24 @@ class ForwardState:
         self._fresh = [before for before in befores if before.fresh]
         return befores
 
+    def tell_of(self, missed: Iterable[Before], looked_after: set[int]) -> None:
+        """Copy these from now on, but for weights that others look after, by their ids, and views of what is trained.
+
+        Raises:
+            WorkloadError: there are others.
+        """
+        weights = (weight for part in self._parts for weight in part.parameters() if weight.requires_grad)
+        trained = {weight.untyped_storage().data_ptr() for weight in weights}
+        found = [
+            before
+            for before in missed
+            if not (before.tensor.requires_grad or id(before.tensor) in looked_after)
+            and before.tensor.untyped_storage().data_ptr() not in trained
+        ]
+        self._changing.after(found, compare=False)
+        if found:
+            raise _written_unseen("tensor", found[0].tensor)
+
     def always_kept(self) -> list[tuple[Tensor, Tensor]]:
         """Keep buffers and small weights that are not trained: each with its content."""
         buffers = [buffer for _, buffer in self.python.buffers() if can_be_filled(buffer)]
@@ -121,14 +145,19 @@ def _copies(shelf: Shelf, on_host: bool, tensors: list[Tensor]) -> list[Tensor]:
 class KeptWeights:
     """Weights, copied to host memory; of ``summed`` ones it is only known afterwards whether they were written.
 
+    Of ``watched`` ones it is known where torch counted that as a change.
+
     Attributes:
         of_trained: all that is trained was copied.
+        missed: watched ones that were written.
     """
 
-    def __init__(self, copied: Iterable[Tensor], summed: Iterable[Tensor] = ()) -> None:
+    def __init__(self, copied: Iterable[Tensor], summed: Iterable[Tensor] = (), watched: Iterable[Tensor] = ()) -> None:
         self._copied = [(weight, host_copy(weight)) for weight in copied]
         self._summed = [(weight, quick_checksum(weight)) for weight in summed]
+        self._watched = [(weight, version(weight)) for weight in watched]
         self.of_trained = False
+        self.missed: list[Tensor] = []
 
     @classmethod
     def before_forward(cls, trained: Iterable[Tensor], weights: Iterable[Tensor], copy: bool = True) -> KeptWeights:
@@ -157,19 +186,34 @@ class KeptWeights:
         copied = [weight for weight, content in self._copied if not torch.equal(weight.detach().cpu(), content)]
         return copied + [weight for weight, before in self._summed if quick_checksum(weight) != before]
 
+    def watch_no_more(self) -> None:
+        """Forward and backward are over: what comes is the update."""
+        self.missed += [weight for weight, before in self._watched if version(weight) != before]
+        self._watched = []
+
+    @property
+    def looked_after(self) -> set[int]:
+        """The ids of those of which :meth:`put_back` puts back or tells that they were written."""
+        return {id(weight) for weight, _ in (*self._copied, *self._summed)}
+
     def put_back(self) -> None:
         """Put everything back, bit for bit.
 
         Raises:
             WorkloadError: a weight that was not copied is another now.
         """
+        self.watch_no_more()
         each(partial(_put_weight_back, weight, content) for weight, content in self._copied)
-        for weight, before in self._summed:
-            if quick_checksum(weight) != before:
-                raise WorkloadError(
-                    f"The model's forward wrote a large weight, of shape {tuple(weight.shape)}, that was not copied "
-                    "before; from now on it is. To begin with weights that no undone step has written, load them again."
-                )
+        other = (weight for weight, before in self._summed if quick_checksum(weight) != before)
+        for weight in chain(self.missed, other):
+            raise _written_unseen("weight", weight)
+
+
+def _written_unseen(what: str, tensor: Tensor) -> WorkloadError:
+    return WorkloadError(
+        f"The model's forward wrote a large {what}, of shape {tuple(tensor.shape)}, that was not copied before; from "
+        "now on it is. To begin with weights that no undone step has written, load them again."
+    )
 
 
 def _put_weight_back(weight: Tensor, content: Tensor) -> None:
@@ -180,24 +224,33 @@ def _put_weight_back(weight: Tensor, content: Tensor) -> None:
 
 
 class WrittenByForward:
-    """Learns which weights forward itself writes: found out by their content, in the first step after each cell."""
+    """Learns which weights forward itself writes: found out by their content, in the first step after each cell.
+
+    In later ones by torch's count of changes, for those that are trained; of others a :class:`ForwardState` learns it.
+    """
 
     def __init__(self) -> None:
         self._written: list[Tensor] | None = None
+        self._missed: list[Tensor] = []
         self._cells = -1
 
     def before(self, trained: Iterable[Tensor], weights: Iterable[Tensor], copy: bool) -> KeptWeights:
         """Keep what forward may write; see :meth:`KeptWeights.before_forward`."""
         if cells.ran() != self._cells:
-            self._written, self._cells = None, cells.ran()
-        if self._written is not None:
-            return KeptWeights(self._written)
-        return KeptWeights.before_forward(trained, weights, copy)
+            self._written, self._missed, self._cells = None, [], cells.ran()
+        if self._written is None:
+            return KeptWeights.before_forward(trained, weights, copy)
+        self._written += self._missed
+        known = set(map(id, self._written))
+        kept = KeptWeights(self._written, watched=(weight for weight in trained if id(weight) not in known))
+        self._missed = kept.missed
+        return kept
 
     def after(self, kept: KeptWeights) -> None:
         """Learn what forward and backward have written since."""
         if self._written is None:
             self._written = kept.written()
+        kept.watch_no_more()
 
 
 class UpdateUndo:
