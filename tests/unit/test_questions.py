@@ -20,6 +20,7 @@ from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
+from tests.links import Overheard
 from tests.unit.test_one_rank import alone as alone  # a fixture
 from tests.unit.test_one_rank import loss, rows, stream
 
@@ -62,8 +63,9 @@ def gpu() -> VirtualGPU:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_of_the_test_before() -> None:
+def nothing_left_of_the_test_before(alone: Overheard) -> None:
     gc.collect()
+    alone.keeps = False  # what was sent counts as live
 
 
 def trainer(gpu: VirtualGPU, optimizer: Any = None, width: int = 300) -> Trainer:
