@@ -1,4 +1,4 @@
-"""Why a process of the cluster ended: one sentence from mpiexec's words, the system's and the rank's own."""
+"""The reason why a process of the cluster ended: one sentence from mpiexec's words, the system's and the rank's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ctrl-C must not stop half way: a moment under a lock, or work that leaves processes and ranks apart.
+"""Protection from Ctrl-C where work must not stop half way: under a lock, or while kernel and ranks disagree.
 
 An interrupt inside Python's own locking can leave the lock locked for good.
 """

@@ -1,4 +1,4 @@
-"""What this machine offers to ranks: cores, memory, GPUs."""
+"""This machine's resources for ranks: cores, memory, GPUs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _ROWS = {"tuple": "TensorDataset(*map(torch.as_tensor, {}))", "dict": "Rows({})"
 
 
 class Batches:
-    """What stands in the script of one order about its data."""
+    """The lines of a script that are about its data."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

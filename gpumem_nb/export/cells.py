@@ -118,7 +118,7 @@ def _looked_at(plain: PlainCell) -> Part:
 
 @dataclass(slots=True)
 class _Reached:
-    """What a part does by way of the functions that it calls."""
+    """The effects of a part through the functions that it calls."""
 
     names: set[str] = field(default_factory=set)
     sets: set[str] = field(default_factory=set)

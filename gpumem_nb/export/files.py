@@ -1,4 +1,4 @@
-"""What statements do outside of the program: files that they write or fetch, and IPython's own lines."""
+"""Effects of statements outside of the program: files that they write or fetch, and IPython's own lines."""
 
 from __future__ import annotations
 

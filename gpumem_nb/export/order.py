@@ -1,4 +1,4 @@
-"""What a script is made from: where model and data come from, and under what they are trained."""
+"""The input of a script: where model and data come from, and under what they are trained."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is to be written.
+    """The description of the script to write.
 
     Attributes:
         threads: of each rank; ``None`` leaves them to torch.

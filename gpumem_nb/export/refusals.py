@@ -1,4 +1,4 @@
-"""What cannot be exported, said before anything is written; and what is not carried over."""
+"""Refusals of what cannot be exported, before anything is written; and notes on what is not carried over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the code that is written into a script is the code that ran, and would give by now what it gave then."""
+"""Checks that a script's code is the code that ran, and still gives what it gave then."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def script(order: Order) -> str:
 
 
 class Values:
-    """What stands in the template of one order."""
+    """The values that fill the template of one script."""
 
     def __init__(self, order: Order) -> None:
         self._order = order

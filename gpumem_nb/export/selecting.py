@@ -1,4 +1,4 @@
-"""Which of the cells that ran on ranks a script needs."""
+"""Selection of the cells that a script needs, of those that ran on the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a statement of a cell defines, uses and may change, by the names in it."""
+"""The names that a statement of a cell defines, uses and may change."""
 
 from __future__ import annotations
 

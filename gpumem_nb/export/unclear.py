@@ -1,4 +1,4 @@
-"""What of the cells cannot be made again, in a sentence."""
+"""Sentences about cells that cannot be reproduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the toolkit needs: what is there, what is missing, and the command that installs or repairs it."""
+"""The toolkit's requirements: what is there, what is missing, and the command that installs or repairs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Horovod build is made for: everything that makes one wheel unfit for another environment."""
+"""The target of a Horovod build: everything that makes one wheel unfit for another environment."""
 
 from __future__ import annotations
 

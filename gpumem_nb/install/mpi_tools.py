@@ -1,4 +1,4 @@
-"""Where this environment's MPI is, and the variables under which it starts ranks of one host on any machine."""
+"""The location of this environment's MPI, and the variables under which it starts ranks of one host on any machine."""
 
 from __future__ import annotations
 

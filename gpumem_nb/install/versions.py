@@ -1,4 +1,4 @@
-"""Which versions the notebook and its ranks run with, without importing any of it; no paths, no names of machines."""
+"""The versions that the notebook and its ranks run with, without importing any of it; no paths or machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is used of torch's fake tensors, which have shapes and no memory. Only for ranks and dry runs.
+"""Undocumented parts of torch's fake tensors, which have shapes and no memory. Only for ranks and dry runs.
 
 ``torch._subclasses`` takes half a second to import, so it is imported where it is used.
 """

@@ -1,4 +1,4 @@
-"""What is used of Horovod beyond its documentation. Only for ranks.
+"""Undocumented parts of Horovod. Only for ranks.
 
 Horovod does not tell who waits in which collective. Everything it offers to torch starts and waits through a few
 functions of ``horovod.torch.mpi_ops``, found by name at each call, so they can be wrapped:
@@ -47,7 +47,7 @@ _SHUT_DOWN = ("Horovod has been shut down", "Horovod has not been initialized")
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What Horovod did with a tensor; times in microseconds since the clock's zero.
+    """An activity of Horovod on a tensor; times in microseconds since the clock's zero.
 
     ``details`` are those that Horovod gives: the tensor's type and shape.
     """

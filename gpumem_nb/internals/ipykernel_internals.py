@@ -1,4 +1,4 @@
-"""What is used of ipykernel beyond its documentation.
+"""Undocumented parts of ipykernel.
 
 - ``shell.parent_header``, the message that asked for the request under way: what is published meanwhile names it.
 - ``Kernel.pre_handler_hook`` and ``post_handler_hook``, which let SIGINT raise anywhere in a request: ranks handle it

@@ -1,4 +1,4 @@
-"""What is used of ipyparallel beyond its documentation.
+"""Undocumented parts of ipyparallel.
 
 - The engine's ``shell.data_pub`` with its ``session`` and ``pub_socket``: it publishes data beside an answer that is
   still awaited. The shell's own changes its parent with each request, so a thread gets a publisher of its own.

@@ -1,4 +1,4 @@
-"""What is used of plotly beyond its documentation.
+"""Undocumented parts of plotly.
 
 A ``FigureWidget`` tells a page that is loaded again what the figure was at first: ``get_state`` reads the traits
 ``_widget_data`` and ``_widget_layout``, which are set once. What it is now lies in ``_data`` and ``_layout_obj``.

@@ -1,4 +1,4 @@
-"""What is used of torch's profiler beyond its documentation. Only for ranks.
+"""Undocumented parts of torch's profiler. Only for ranks.
 
 - ``torch.autograd.profiler._is_profiler_enabled``: a second profiler that begins ends the first without a word.
 - What its file says about its clock: times count from ``baseTimeNanoseconds``.

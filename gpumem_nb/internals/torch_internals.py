@@ -1,4 +1,4 @@
-"""What is used of torch beyond its documentation, but for its profiler. Only for ranks.
+"""Undocumented parts of torch, except for its profiler. Only for ranks.
 
 - Storages and tensors: ``_cdata`` (where the C++ object lies: Python makes a new storage object each time one asks),
   ``_version`` (counts changes in place), ``_base`` (what a view is one of), ``_unsafe_preserve_version_counter``.

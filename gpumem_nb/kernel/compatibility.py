@@ -1,4 +1,4 @@
-"""Which settings go with what is loaded: refused when they are asked for, adapted when something else is loaded."""
+"""Checks of settings against the workload: refuse those that do not go with it, adapt them when another is loaded."""
 
 from __future__ import annotations
 

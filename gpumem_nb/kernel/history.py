@@ -1,4 +1,4 @@
-"""What has been measured so far: bounded samples of every rank, events, and every configuration tried."""
+"""The history of measurements: bounded samples of every rank, events, and every configuration tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is loaded, and how it comes back: from a file, or after a restart from the last snapshot."""
+"""Loading of workloads, and restoring them: from a file, or after a restart from the last snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outlives the ranks: where what is trained came from, and what a restart has yet to bring back."""
+"""State that outlives the ranks: the origin of the workload, and what a restart has yet to bring back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..shared.workload import Workload
 
 @dataclass(frozen=True)
 class Unrestored:
-    """What was trained when the ranks went; kept until it is back, because another fault may cut a restart short.
+    """The training at the moment when the ranks ended; kept until it is back, because a fault may cut a restart short.
 
     Attributes:
         generation: of the workload.
@@ -32,7 +32,7 @@ class Unrestored:
 
 @dataclass
 class Origin:
-    """Where what is trained came from; outlives the ranks, so that a restart can load it again.
+    """The origin of the workload; outlives the ranks, so that a restart can load it again.
 
     Attributes:
         workload: what was loaded, with ``sent`` as it travelled then: a restart loads that again.

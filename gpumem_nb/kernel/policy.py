@@ -85,7 +85,7 @@ RULES = {option.name: option for option in _OPTIONS}
 
 
 class Policy(Values):
-    """What the session does by itself.
+    """The rules by which the session acts on its own.
 
     ``stall_limit_s`` in seconds, ``idle_minutes`` in minutes (``None``: never), ``snapshot_steps`` a number, ``auto``
     or ``never``, ``snapshot_space`` in bytes, ``ledger_steps`` and ``eval_every`` a number or ``never``, ``autotune``

@@ -1,4 +1,4 @@
-"""How throughput grows with the number of ranks: measured on some of those that run, with nothing started again."""
+"""Throughput by the number of ranks: measured on some of those that run, with nothing started again."""
 
 from __future__ import annotations
 

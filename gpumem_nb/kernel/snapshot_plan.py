@@ -1,4 +1,4 @@
-"""When automatic snapshots are taken, and what they have cost."""
+"""The plan of automatic snapshots, and their cost so far."""
 
 from __future__ import annotations
 

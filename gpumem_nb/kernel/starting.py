@@ -1,4 +1,4 @@
-"""What a start needs: checked arguments, and a plan by which a restart gets the same ranks again."""
+"""The start of ranks: checked arguments, and a plan by which a restart gets the same ranks again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICES = resources.DEVICES
 
 @dataclass(frozen=True)
 class Plan:
-    """Which ranks to start, and how; ``memory_limit`` of each in bytes, no ``hosts`` when all run on this machine."""
+    """The ranks to start, and how; ``memory_limit`` of each in bytes, no ``hosts`` when all run on this machine."""
 
     size: int
     device: str

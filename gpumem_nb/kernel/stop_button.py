@@ -1,4 +1,4 @@
-"""What happens when stop is pressed: the ranks are interrupted, the prompt comes back, and there is a way out."""
+"""The stop button: the ranks are interrupted, the prompt comes back, and there is a way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the notebook works and imports from, which its ranks follow."""
+"""The notebook's working directory and import paths, which its ranks follow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..shared.messages import Surroundings
 
 
 class Followed:
-    """What ranks were told last. Asked before each request, so it looks at the disk only when something changed."""
+    """The paths that ranks were told last. Asked before each request, so it looks at the disk only when something changed."""
 
     def __init__(self) -> None:
         self._told: tuple[str, ...] = ()

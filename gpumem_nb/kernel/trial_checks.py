@@ -1,4 +1,4 @@
-"""What long questions check between trials: is the model still the same, and which precisions are too slow?"""
+"""Checks of long questions between trials: is the model still the same, and which precisions are too slow?"""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TIMES, _LEAST_S = 4, 1.0  # as long as in another precision, and so long at lea
 
 
 class Changed(Exception):
-    """What is trained may have changed while it was being looked at."""
+    """The model may have changed while a question looked at it."""
 
 
 class Unchanged:
-    """What is trained, as it was when this was made; and under which settings, where they are asked for."""
+    """The model, and if asked for the settings, at the moment when this was made."""
 
     def __init__(self, history: History, settings: Callable[[], Settings | None] = lambda: None) -> None:
         self._history = history

@@ -1,4 +1,4 @@
-"""What will happen if: before a flip."""
+"""Predictions and advice before a flip."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _answer(title: str, question: Callable[[Progress], Found]) -> Found:
 
 @magics_class
 class PlanningMagics(Magics):
-    """What will happen if: before a flip."""
+    """Predictions and advice before a flip."""
 
     @magic_arguments()
     @argument(

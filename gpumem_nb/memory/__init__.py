@@ -1,4 +1,4 @@
-"""Where the bytes are: ledger, virtual GPU, device readings, leaks and the report. Pure torch.
+"""Accounting of memory: ledger, virtual GPU, device readings, leaks and the report. Pure torch.
 
 ``with gpumem_nb.memory.track() as report:`` on a rank reports what the code inside does to the memory.
 """

@@ -19,7 +19,7 @@ _opened: Device | None = None
 
 
 class Listened(Protocol):
-    """What a recorder needs of a device.
+    """The interface of a device for a recorder.
 
     Attributes:
         kind: ``virtual`` or ``cuda``; decides how numbers are labelled.
@@ -41,7 +41,7 @@ class Listened(Protocol):
 
 
 class Device(Listened, Protocol):
-    """What a rank trains on; a limit that is passed raises ``torch.OutOfMemoryError`` on the thread that opened it.
+    """The device of a rank; a limit that is passed raises ``torch.OutOfMemoryError`` on the thread that opened it.
 
     Attributes:
         name: what people call it.

@@ -1,4 +1,4 @@
-"""What NVML says about the device of this process: all that is in the table of readings."""
+"""NVML's readings of the device of this process: all that are in the table of readings."""
 
 from __future__ import annotations
 

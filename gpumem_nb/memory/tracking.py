@@ -1,4 +1,4 @@
-"""What any code does to the memory: for people who write their own training loop."""
+"""Measures the effect of any code on memory: for your own training loop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Left:
 
 
 class Tracked:
-    """What some code did to this rank's memory; filled when it has ended.
+    """The effect of some code on this rank's memory; filled when it has ended.
 
     Attributes:
         ledger: where the bytes were at the peak and at the end; ``None`` while the code runs.

@@ -33,7 +33,7 @@ FUSION_MIB = 128
 
 @dataclass(frozen=True, repr=False)
 class ColdPredictions(Report):
-    """What the same steps would need on several GPUs.
+    """Predictions of the same steps on several GPUs.
 
     Attributes:
         by_gpu: a prediction for each GPU, in the order in which they were named.

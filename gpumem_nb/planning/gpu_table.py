@@ -34,7 +34,7 @@ _RECORDED_ERROR_BYTES = 50 * _MIB
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What is known of a GPU, in bytes.
+    """The known figures of a GPU, in bytes.
 
     Attributes:
         name: what people call it.

@@ -20,7 +20,7 @@ TIME_ERROR = 0.05  # of a step's time, beyond how much the steps that were timed
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step under these settings would need, in bytes, on the rank that has least room for it.
+    """The predicted memory of a step under these settings, in bytes, on the rank that has least room for it.
 
     Whether it fits is decided in ``planning/fit.py`` and nowhere else.
 

@@ -1,4 +1,4 @@
-"""What the time of a step is lost to, in one sentence, with the settings that would help."""
+"""The cause of lost time in a step, in one sentence, with the settings that would help."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What a verdict depends on besides times: the settings in use, who the ranks are, and what is trained."""
+    """The facts besides times that a verdict depends on: the settings in use, the ranks, and the workload."""
 
     settings: Settings
     ranks: Sequence[RankInfo]
@@ -52,7 +52,7 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What time is lost to.
+    """A cause of lost time.
 
     Attributes:
         cause: in a word or two.

@@ -1,4 +1,4 @@
-"""How one setting differs from another, in words. Empty where they are the same."""
+"""Differences between two settings, in words. Empty where they are the same."""
 
 from __future__ import annotations
 

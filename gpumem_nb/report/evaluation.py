@@ -12,7 +12,7 @@ from ..shared.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How the model did on the validation data.
+    """The model's results on the validation data.
 
     Attributes:
         step: optimizer steps done before it.

@@ -86,7 +86,7 @@ _HEADINGS = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MemoryReport(Report):
-    """Where the bytes are, for every rank in rank order.
+    """The memory of every rank, in rank order.
 
     ``by`` chooses what the peak is broken down into when the report is shown: the worst rank's categories (``None``),
     those of all ranks (``category``), or the worst rank's modules (``module``). ``timelines`` are recorded steps,

@@ -1,4 +1,4 @@
-"""How fast messages go between the ranks: a table of sizes, and the two numbers behind it."""
+"""The speed of messages between the ranks: a table of sizes, and the two numbers behind it."""
 
 from __future__ import annotations
 

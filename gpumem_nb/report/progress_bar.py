@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 
 class Stream(Protocol):
-    """Where a bar is drawn; each text that is written replaces the one before it."""
+    """The output that a bar is drawn on; each text that is written replaces the one before it."""
 
     @property
     def encoding(self) -> str:

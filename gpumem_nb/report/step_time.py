@@ -51,7 +51,7 @@ class RankTime:
 
 @dataclass(frozen=True, repr=False)
 class TimeReport(Report):
-    """Where the time of a step went, as means over the latest steps under the present settings.
+    """The parts of a step's time, as means over the latest steps under the present settings.
 
     Attributes:
         ranks: those of each rank, in their order.

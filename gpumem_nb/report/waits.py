@@ -18,7 +18,7 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """What some ranks do, what others wait for, and for how many seconds already."""
+    """A report of what some ranks do, what others wait for, and for how long."""
 
     text: str
     seconds: float

@@ -1,4 +1,4 @@
-"""What will happen if: before a flip."""
+"""Predictions and advice before a flip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained: loaded or attached, saved and resumed."""
+"""The workload: loaded or attached, saved and resumed."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What a rank is doing while a request takes long: for how many seconds, and what it waits in.
+    """A sign of life during a long request: for how many seconds a rank has worked, and what it waits in.
 
     ``time_s`` is the wall clock: a rank whose pulse is old does not run at all. ``limit_s`` is how long the rank waits
     for others before it frees itself.

@@ -14,7 +14,7 @@ SEARCH_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which kernels a GPU has, as far as memory depends on it.
+    """The kernels of a GPU, as far as memory depends on them.
 
     Attributes:
         ampere: those of compute capability 8.0 and later, such as flash attention and fused attention of bf16.
@@ -27,7 +27,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is asked for one GPU.
+    """The part of a question that is about one GPU.
 
     Attributes:
         kernels: that it has.
@@ -67,7 +67,7 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class OnGpu:
-    """What was found for one GPU.
+    """The result for one GPU.
 
     Attributes:
         forecast: of a step.

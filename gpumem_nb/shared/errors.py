@@ -49,7 +49,7 @@ class WorkloadError(GpumemError):
 
 
 class NotThisTime(WorkloadError):
-    """What was asked could not be found out, for a reason that may be gone the next time, such as an interrupt."""
+    """A question could not be answered for a temporary reason, such as an interrupt."""
 
 
 class TrainingFailed(GpumemError):

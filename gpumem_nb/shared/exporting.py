@@ -1,4 +1,4 @@
-"""What a script needs to know of a session to train as it does: what ranks say of what they train, and of the cells."""
+"""The facts that a script needs to train as a session does: about the ranks' training, and about the cells."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a rank says of what it trains.
+    """The facts of a rank about its training.
 
     Attributes:
         seed: of the data's order and of training's random numbers.

@@ -109,7 +109,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """What one rank answers.
+    """The answer of one rank.
 
     Attributes:
         steps: that were done by then.

@@ -32,7 +32,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where the bytes of one step were, on one rank.
+    """The bytes of one step by owner, on one rank.
 
     Categories are those of :mod:`gpumem_nb.shared.categories`. ``peak_bytes`` is the highest live bytes of the step by
     the allocator's count; ``at_peak`` adds up to it but for what could not be explained, and ``at_rest`` to the live
@@ -181,7 +181,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank could not finish a step.
+    """The reason why a rank could not finish a step.
 
     ``kind`` is ``oom``, ``error``, ``interrupted``, ``stall`` (the ranks came apart) or ``diverged`` (their weights
     differ); ``phase`` is the part of the step (``settings``, ``data``, ``forward``, ``backward``, ``recomputation``,
@@ -228,7 +228,7 @@ class Leak:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """What one rank has given back to its device, what the device read before and after, and who holds the rest."""
+    """The memory that one rank gave back, its device's readings before and after, and what holds the rest."""
 
     before: Reading
     after: Reading
@@ -342,7 +342,7 @@ class RankConfig:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where the notebook works: its working directory, and where it looks for modules; absolute, and there."""
+    """The notebook's surroundings: its working directory, and where it looks for modules; absolute, and there."""
 
     folder: str
     paths: tuple[str, ...]

@@ -47,7 +47,7 @@ TAIL = b"\n]}\n"
 
 @dataclass(frozen=True, slots=True)
 class TraceOrder:
-    """How each rank writes its part of a trace.
+    """Instructions for each rank's part of a trace.
 
     Attributes:
         titles: what the ranks are called, by their numbers.
@@ -62,7 +62,7 @@ class TraceOrder:
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """What a rank has to add to a trace: so many events, in so many compressed bytes; or why it has nothing."""
+    """A rank's part of a trace: so many events, in so many compressed bytes; or why it has nothing."""
 
     events: int = 0
     size_bytes: int = 0
@@ -74,7 +74,7 @@ MOST_SAMPLES = 100_000  # of each rank that are compared
 
 @dataclass(frozen=True, slots=True)
 class SeenSamples:
-    """Which samples a rank sees, each as a number.
+    """The samples that a rank sees, each as a number.
 
     Attributes:
         numbers: of the samples in the dataset, or checksums.

@@ -97,7 +97,7 @@ _NOTABLE, _NOTABLE_WITH_GRAPH = 0.1, 0.02  # of all live bytes
 
 @dataclass(frozen=True, slots=True)
 class LiveBytes:
-    """Who holds the live bytes of one rank's device.
+    """The holders of the live bytes on one rank's device.
 
     Attributes:
         held: live bytes by category, as far as it is known who holds them; what is left goes to ``other``.

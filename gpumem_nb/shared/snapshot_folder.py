@@ -1,4 +1,4 @@
-"""Where automatic snapshots lie: one folder a session in the user's cache, together never larger than the stated space.
+"""The folders of automatic snapshots: one per session in the user's cache, together never larger than the stated space.
 
 A folder is named after the machine and the kernel that made it, so that snapshots survive their kernel, and those of a
 session that still runs, here or on another machine with the same home folder, are never taken away.

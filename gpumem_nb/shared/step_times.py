@@ -28,7 +28,7 @@ PARTS = tuple(MEANING)
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Where the time of one step went on one rank.
+    """The parts of one step's time on one rank.
 
     Attributes:
         seconds: of each of ``PARTS``. They sum to the step, on GPUs to what the device took for it.

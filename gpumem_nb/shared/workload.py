@@ -48,7 +48,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class DataInfo:
-    """How the data was handed over.
+    """The form in which the data was handed over.
 
     ``batch_size``, ``num_workers``, ``pin_memory`` and ``prefetch_factor`` are those of a ``DataLoader`` (``None``: it
     does not say), and become the first values of the knobs. ``batched``: the data brings micro-batches of its own, of

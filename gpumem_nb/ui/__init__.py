@@ -1,1 +1,1 @@
-"""What a notebook shows: panel, charts, progress and the output of cells."""
+"""Views in a notebook: panel, charts, progress and the output of cells."""

@@ -1,4 +1,4 @@
-"""What the doctor found: a button for each flip that fixes something, and what came of it when it was taken."""
+"""The doctor's findings: a button for each flip that fixes something, and its measured effect."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _Question = tuple[str, Settings]
 
 @dataclass
 class _Answers:
-    """What is known of a model as it was at one version, besides the session's predictions."""
+    """Answers about a model at one version, besides the session's predictions."""
 
     history: object
     version: int = -1

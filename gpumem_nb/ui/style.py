@@ -24,7 +24,7 @@ def shade(share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a category is drawn; ``pattern`` is one of plotly's shapes, for categories that share a hue."""
+    """The look of a category; ``pattern`` is one of plotly's shapes, for categories that share a hue."""
 
     colour: str
     pattern: str = ""

@@ -1,4 +1,4 @@
-"""How well a model does on the part of the data that it was not trained on."""
+"""Evaluation of a model on the part of the data that it was not trained on."""
 
 from __future__ import annotations
 

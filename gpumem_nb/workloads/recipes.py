@@ -1,4 +1,4 @@
-"""How each ready-made workload is put together. torch and the data are imported on the ranks, when a factory runs."""
+"""The parts of each ready-made workload. torch and the data are imported on the ranks, when a factory runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hosts the ranks run on: ``a:2,b:2`` understood and shared out."""
+"""The hosts that the ranks run on: parse ``a:2,b:2`` and share out the ranks."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ DISMISSED = "dismissed"
 
 
 class Steward:
-    """What runs on this host for a cluster whose kernel is elsewhere.
+    """The kernel's agent on this host, for a cluster whose kernel is on another one.
 
     Args:
         folders, ranks, device, memory_limit: as in the kernel's own record.

@@ -1,4 +1,4 @@
-"""How ranks are started: one class for each launcher, and the table in which it is listed by its name."""
+"""The ways to start ranks: one class for each launcher, and the table in which it is listed by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every launcher of ranks offers, and what all have in common: controller, client, record, the end."""
+"""The interface of a launcher of ranks, and the shared parts: controller, client, record, the end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a launcher is to start.
+    """The ranks that a launcher must start.
 
     Attributes:
         size: number of ranks.

@@ -1,4 +1,4 @@
-"""Which steps belong to one run: a log goes on through restarts and resuming, and begins anew with what is loaded."""
+"""Grouping of steps into runs: a log goes on through restarts and resuming, and begins anew with each load."""
 
 from __future__ import annotations
 

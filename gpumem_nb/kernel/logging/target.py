@@ -1,4 +1,4 @@
-"""What a target of a log does, and the names under which numbers are logged."""
+"""The interface of a log's target, and the names under which numbers are logged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 class Target(Protocol):
-    """Where a log is written. Used by one thread; whatever a method raises ends the log, and is told.
+    """The destination of a log. Used by one thread; whatever a method raises ends the log, and is told.
 
     Times are seconds since 1970.
 

@@ -1,4 +1,4 @@
-"""What the ranks are sent: chunks of steps under the settings of the moment, and trials."""
+"""The messages that the ranks are sent: chunks of steps under the settings of the moment, and trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a failed step does: back to settings that work, or on with smaller ones, and trials of what would have fit."""
+"""The response to a failed step: back to settings that work, or on with smaller ones; trials of what would have fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the notebook asks of the ranks between two chunks of training, and waits for; training goes on afterwards."""
+"""Requests to the ranks between two chunks, which the notebook waits for; training goes on afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .state import TrainingState
 
 
 class ForegroundRequests:
-    """Chunks of their own.
+    """Requests that are chunks of their own.
 
     Args:
         check: raises ``TrainingFailed`` while some rank is stuck since the last stall.

@@ -1,4 +1,4 @@
-"""What is in flight: chunks that ranks were sent and have not answered, and how long the next one may be."""
+"""Chunks in flight: those that ranks were sent and have not answered, and how long the next one may be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AHEAD_BELOW_S = 1.0
 
 
 class Pace:
-    """How many steps a chunk may have: few after a flip, when people look closely, then more, which costs less."""
+    """The number of steps that a chunk may have: few after a flip, when you look closely, then more, which cost less."""
 
     def __init__(self) -> None:
         self._known: tuple[int, int, float] = (0, 1, math.inf)

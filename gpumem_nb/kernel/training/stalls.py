@@ -1,4 +1,4 @@
-"""What a stall does: training pauses, the cause is told, and ranks that others were freed from are interrupted."""
+"""The response to a stall: pause training, tell the cause, and interrupt ranks that others were freed from."""
 
 from __future__ import annotations
 

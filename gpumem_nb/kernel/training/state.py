@@ -1,4 +1,4 @@
-"""Where training stands: what is loaded, under which settings, and how many steps are wanted."""
+"""The state of training: the workload, its settings, and how many steps are wanted."""
 
 from __future__ import annotations
 

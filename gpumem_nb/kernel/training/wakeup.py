@@ -1,4 +1,4 @@
-"""Waking those who wait for news."""
+"""Waking of threads that wait for news."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autograd's graphs hold: Python's garbage collector cannot see into them."""
+"""Objects that autograd's graphs hold: Python's garbage collector cannot see into them."""
 
 from __future__ import annotations
 

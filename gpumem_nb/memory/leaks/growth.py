@@ -1,4 +1,4 @@
-"""Whether live bytes grow from step to step: cheap enough to be asked after every step."""
+"""Detection of live bytes that grow from step to step: cheap enough to be asked after every step."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Holders:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What holds a leak: an expression for it, and in words what it is.
+    """The holder of a leak: an expression for it, and in words what it is.
 
     ``kind`` is ``hooks``, ``traceback``, ``default``, ``dict``, ``container``, ``variable`` or ``unseen``; ``bounded``
     says that it throws its oldest element away by itself.

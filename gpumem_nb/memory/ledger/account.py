@@ -40,7 +40,7 @@ _Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """That an allocation is of a category, made for a module."""
+    """A claim that an allocation is of a category, made for a module."""
 
     category: str
     module: str
@@ -62,7 +62,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What was seen of one step.
+    """The observations of one step.
 
     Attributes:
         began_ns, ended_ns: on the clock of ``time.perf_counter_ns``.
@@ -85,7 +85,7 @@ class Observed:
 
 
 class Account:
-    """What one step was: live bytes by category after each event, and who owned what at the peak."""
+    """The account of one step: live bytes by category after each event, and who owned what at the peak."""
 
     def __init__(self, observed: Observed) -> None:
         self._observed = observed

@@ -22,7 +22,7 @@ from ..tensors import tensors_in
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What was alive when a log began.
+    """The allocations that were alive when a log began.
 
     Attributes:
         foreign_bytes: the part that other threads had asked for.
@@ -61,7 +61,7 @@ class Events:
 
 
 class EventLog(Protocol):
-    """Where the events of a device come from.
+    """The source of a device's events.
 
     Attributes:
         exact: whether every allocation is seen, also those inside operators and of other threads.

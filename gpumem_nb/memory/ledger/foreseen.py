@@ -1,4 +1,4 @@
-"""What an update would allocate, from a dry run of it: events that follow those of a step that was recorded."""
+"""The allocations of an update, from a dry run of it: events that follow those of a step that was recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_NUMBERS = {"rsub", "eq", "ne", "lt", "le", "gt", "ge"} | {
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What a dry run of an update allocated and released.
+    """The allocations and releases of a dry run of an update.
 
     Attributes:
         rows: number of the allocation, bytes (negative for a release) and the operator call, counted from 1.

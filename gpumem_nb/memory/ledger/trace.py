@@ -20,7 +20,7 @@ _BEGINS = 4  # of a block that begins a segment: kBegins of virtual_gpu/caching_
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one step of the computing thread allocated and released, and what was there before it.
+    """The allocations and releases of one step on the computing thread, and what was there before it.
 
     An allocation has one place in ``size``, ``category``, ``before``, ``call``, ``scratch`` and ``number``, in the
     order in which they came to be; an event has one place in ``event``, ``phase`` and ``module``.

@@ -1,1 +1,1 @@
-"""What a step would need under other settings: recorded small, scaled to any batch size, and replayed."""
+"""Forecasts of a step under other settings: recorded small, scaled to any batch size, and replayed."""

@@ -22,7 +22,7 @@ NOTHING_HELD = np.empty((0, 3), dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay ended with and its peaks; ``live_bytes`` as asked for, not rounded.
+    """The end and the peaks of a replay; ``live_bytes`` as asked for, not rounded.
 
     ``within_limit``: whether the limit would have allowed every allocation, perhaps with free segments given back.
     """

@@ -1,4 +1,4 @@
-"""How long it will take to measure settings, from what it took to measure others."""
+"""Estimates of the time to measure settings, from the times of others."""
 
 from __future__ import annotations
 

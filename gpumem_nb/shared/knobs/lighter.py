@@ -1,4 +1,4 @@
-"""Which changes of knobs may make a category of memory smaller; only those that are not in use yet."""
+"""Changes of knobs that may make a category of memory smaller, and are not in use yet."""
 
 from __future__ import annotations
 

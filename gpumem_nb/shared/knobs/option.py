@@ -11,7 +11,7 @@ from ..errors import InvalidInput, nearest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """What one option accepts.
+    """An option: the values that it accepts.
 
     Attributes:
         help: one line for people.

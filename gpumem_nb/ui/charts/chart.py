@@ -15,7 +15,7 @@ Values = Array | Sequence[str] | Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a chart stands: row and column of the grid, both from 0, and how many columns and rows it spans.
+    """The place of a chart: row and column of the grid, both from 0, and how many columns and rows it spans.
 
     Raises:
         ValueError: it is outside of the grid.

@@ -1,4 +1,4 @@
-"""Where rows and columns of charts begin and end in the figure."""
+"""The bounds of rows and columns of charts in the figure."""
 
 from __future__ import annotations
 

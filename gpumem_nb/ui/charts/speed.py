@@ -1,4 +1,4 @@
-"""How many samples all ranks together train a second."""
+"""The samples/s of all ranks together."""
 
 from __future__ import annotations
 

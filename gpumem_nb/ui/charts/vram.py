@@ -1,4 +1,4 @@
-"""What fills each rank's VRAM at its latest known peak; around and across the stack, what else is known of it."""
+"""The categories of each rank's VRAM at its latest known peak; other readings around and across the stack."""
 
 from __future__ import annotations
 

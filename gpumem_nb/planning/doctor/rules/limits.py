@@ -1,4 +1,4 @@
-"""What stops training: memory that runs out or is about to, steps that fail, ranks that differ."""
+"""Rules about what stops training: memory that runs out or is about to, steps that fail, ranks that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with what is computed: updates that are skipped, a rate that does not follow the batch."""
+"""Rules about wrong mathematics: updates that are skipped, a rate that does not follow the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes memory: what grows, what fills a scarce limit, what is held and not used, what ranks hold unevenly."""
+"""Rules about memory: what grows, what fills a scarce limit, what is held and not used, what ranks hold unevenly."""
 
 from __future__ import annotations
 

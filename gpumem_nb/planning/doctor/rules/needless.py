@@ -1,4 +1,4 @@
-"""What is held for nothing: state of frozen weights, weights and inputs in types that are larger than needed."""
+"""Rules about memory without use: state of frozen weights, weights and inputs in types that are larger than needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes time: what the verdict on steps says, and micro-batches far below what fits."""
+"""Rules about time: what the verdict on steps says, and micro-batches far below what fits."""
 
 from __future__ import annotations
 
