@@ -11,7 +11,7 @@ from ..shared.messages import Surroundings
 
 
 class Followed:
-    """The paths that ranks were told last. Asked before each request, so it looks at the disk only when something changed."""
+    """The paths that ranks were told last. Asked before each request, so it looks at the disk only after a change."""
 
     def __init__(self) -> None:
         self._told: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ AHEAD_BELOW_S = 1.0
 
 
 class Pace:
-    """The number of steps that a chunk may have: few after a flip, when you look closely, then more, which cost less."""
+    """The number of steps in a chunk: few after a flip, when you look closely, then more, which cost less."""
 
     def __init__(self) -> None:
         self._known: tuple[int, int, float] = (0, 1, math.inf)
