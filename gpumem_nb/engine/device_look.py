@@ -11,7 +11,7 @@ from ..memory.device import opened
 from ..shared.categories import OTHER
 from ..shared.messages import DeviceUse, Freed, Reading
 from ..shared.readings import LiveBytes
-from .held import Held
+from .held import LiveHolders
 
 if TYPE_CHECKING:
     from .step.trainer import Trainer
@@ -60,7 +60,7 @@ def free(trainer: Trainer | None, variables: Mapping[str, Any]) -> Freed:
 
 def live_bytes(trainer: Trainer | None, variables: Mapping[str, Any]) -> LiveBytes:
     """Return what holds the live bytes right now: what is trained, and these variables of cells."""
-    held, live = Held(opened(), trainer, variables), reading().live_bytes
+    held, live = LiveHolders(opened(), trainer, variables), reading().live_bytes
     known = sum(held.by_category.values()) + sum(nbytes for _, nbytes in held.variables)
     held.by_category[OTHER] = held.by_category.get(OTHER, 0) + max(0, live - known)
     return LiveBytes(held.by_category, held.variables, held.with_graph)

@@ -22,7 +22,7 @@ MOST_VARIABLES = 5
 MOST_OBJECTS = 100_000  # looked into of a variable
 
 
-class Held:
+class LiveHolders:
     """Adds up the bytes that tensors hold on a device, each storage once.
 
     Attributes:

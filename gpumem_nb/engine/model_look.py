@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..memory.tensors import tensors_in
 from ..shared.messages import Chunk
-from ..shared.questions import Held, InputFacts, ModelFacts
+from ..shared.questions import InputFacts, ModelFacts, TensorTotal
 from .link.communicator import here
 from .step.step import Looks
 from .step.trials import NO_CONFIGURATION
@@ -130,9 +130,9 @@ def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def _held(sizes: Iterable[tuple[str, int]]) -> Held:
+def _held(sizes: Iterable[tuple[str, int]]) -> TensorTotal:
     ordered = sorted(((size, name) for name, size in sizes if size), reverse=True)
-    return Held(sum(size for size, _ in ordered), len(ordered), ordered[0][1]) if ordered else Held()
+    return TensorTotal(sum(size for size, _ in ordered), len(ordered), ordered[0][1]) if ordered else TensorTotal()
 
 
 def _facts(tensor: Tensor) -> InputFacts:

@@ -109,7 +109,7 @@ class SyncLook:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TensorTotal:
     """Tensors of one kind: how many bytes, how many tensors, and the name of the largest (empty without any)."""
 
     bytes: int = 0
@@ -149,8 +149,8 @@ class ModelFacts:
         weights: how many tensors these have.
     """
 
-    state_of_frozen: Held = Held()
-    wide_weights: Held = Held()
+    state_of_frozen: TensorTotal = TensorTotal()
+    wide_weights: TensorTotal = TensorTotal()
     inputs: tuple[InputFacts, ...] = ()
     eager: tuple[int, int] | None = None
     vocabulary: int = 0

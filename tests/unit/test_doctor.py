@@ -24,7 +24,7 @@ from gpumem_nb.report.rescue import Fit, Rescue
 from gpumem_nb.report.sync import SyncReport
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import DeviceUse, Failure, Leak, Sample
-from gpumem_nb.shared.questions import Held, InputFacts, ModelFacts, SeenSamples, SyncLook
+from gpumem_nb.shared.questions import InputFacts, ModelFacts, SeenSamples, SyncLook, TensorTotal
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits, WorkloadInfo
 from tests.ledgers import MIB, info, reading, sample
@@ -113,11 +113,11 @@ def test_what_a_flip_frees_does_not_end_a_leak() -> None:
 
 
 def frozen(mib: int) -> OnRank:
-    return rank(0, facts=ModelFacts(state_of_frozen=Held(mib * MIB, 2, "head.weight")))
+    return rank(0, facts=ModelFacts(state_of_frozen=TensorTotal(mib * MIB, 2, "head.weight")))
 
 
 def wide(mib: int) -> OnRank:
-    return rank(0, facts=ModelFacts(wide_weights=Held(mib * MIB, 2, "head.weight")))
+    return rank(0, facts=ModelFacts(wide_weights=TensorTotal(mib * MIB, 2, "head.weight")))
 
 
 def typed(mib: int) -> OnRank:

@@ -13,7 +13,7 @@ from ...memory.ledger.recorder import Recorder
 from .. import cells
 from ..random_state import RandomState
 from ..undo.changing import Changing, Key, can_be_filled
-from ..undo.python_state import PythonState, Taken
+from ..undo.python_state import PythonState, PythonSnapshot
 from ..undo.reachable import CONTAINERS, PLAIN
 from .cannot import cannot
 from .draws import Draws
@@ -46,7 +46,7 @@ class BlockState:
         norms = [buffers_by_name(norm) for norm in batch_norms(self.block)]
         self.statistics = [buffer for named in norms for buffer in named.values() if buffer is not None]
 
-    def tensors(self, taken: Taken) -> list[tuple[Key, Tensor]]:
+    def tensors(self, taken: PythonSnapshot) -> list[tuple[Key, Tensor]]:
         """Those that the block may change in place, by their places."""
         counted = {id(buffer) for buffer in self.statistics}
         weights = {id(weight) for _, weight in self.python.weights()}
@@ -107,7 +107,7 @@ class Seen:
         put_back = (before.tensor for before in self._tensors if before.was_changed)
         return (*put_back, *filter(can_be_filled, self._state.statistics))
 
-    def now(self) -> list[Taken]:
+    def now(self) -> list[PythonSnapshot]:
         """Return the same places as they are now."""
         return [python.take() for python in self._python]
 

@@ -14,7 +14,7 @@ from .cannot import cannot
 
 
 @dataclass(frozen=True, slots=True)
-class Held(Holding):
+class SavedTensor(Holding):
     """A tensor and the version it had. Its graph would hold what belongs to it in a cycle that is not collected."""
 
     tensor: Tensor
@@ -22,7 +22,7 @@ class Held(Holding):
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Held:
+    def of(cls, tensor: Tensor) -> SavedTensor:
         """Hold a tensor, which the ledger counts as saved."""
         if Recorder.current:
             Recorder.current.saved(tensor)
@@ -43,7 +43,7 @@ class Held(Holding):
 
 
 @dataclass(frozen=True, slots=True)
-class _HeldTuple(Holding):
+class _SavedTuple(Holding):
     """A tuple with such tensors in it."""
 
     kind: Any
@@ -56,7 +56,7 @@ class _HeldTuple(Holding):
 def without_graph(value: Any) -> Any:
     """Return what to hold of a value: itself, unless it is a tensor of a graph, or a tuple of such tensors."""
     if isinstance(value, Tensor):
-        return Held.of(value) if value.grad_fn is not None else value
+        return SavedTensor.of(value) if value.grad_fn is not None else value
     if isinstance(value, tuple) and any(isinstance(one, Tensor) and one.grad_fn is not None for one in value):
-        return _HeldTuple(getattr(value, "_make", type(value)), list(map(without_graph, value)))
+        return _SavedTuple(getattr(value, "_make", type(value)), list(map(without_graph, value)))
     return value

@@ -20,7 +20,7 @@ from .block_state import BlockState, Seen, undone_afterwards
 from .cannot import OTHER_BLOCKS, SOMETHING_ELSE, cannot
 from .draws import Draws
 from .fingerprint import Fingerprint
-from .held import Held
+from .held import SavedTensor
 
 
 class _Slot:
@@ -125,11 +125,11 @@ class Segment:
         """Let go of everything: the graph that would ask for it was given up."""
         self._calls, self._outputs, self._recomputed = [], [], {}
 
-    def _hold(self, tensor: Tensor) -> Held | _Link:
+    def _hold(self, tensor: Tensor) -> SavedTensor | _Link:
         for reference, seen, link in self._outputs:
             if reference() is tensor and version(tensor) == seen:
                 return link
-        return Held.of(tensor)
+        return SavedTensor.of(tensor)
 
     def hooks(self) -> saved_tensors_hooks:
         """Inside them, a block runs whose tensors are dropped."""
@@ -176,8 +176,8 @@ class Segment:
         # What follows the last tensor that is needed is of use for comparing only.
         self._last = None if self._calls[-1].fingerprint else len(self._slots)
 
-        def resolve(value: Held | _Link) -> Tensor:
-            return value.get() if isinstance(value, Held) else self._results[value.call][value.output]
+        def resolve(value: SavedTensor | _Link) -> Tensor:
+            return value.get() if isinstance(value, SavedTensor) else self._results[value.call][value.output]
 
         Segment.replaying = self
         try:
@@ -242,4 +242,4 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _map_held(function: Callable[[Any], Tensor], value: Any) -> Any:
-    return _map((Held, _Link), function, value)
+    return _map((SavedTensor, _Link), function, value)

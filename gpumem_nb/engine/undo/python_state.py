@@ -48,7 +48,7 @@ class PythonState:
         self._tuples_seen: list[Any] = []
         self._look()
 
-    def take(self, hold: Hold | None = None) -> Taken:
+    def take(self, hold: Hold | None = None) -> PythonSnapshot:
         """Note the state as it is now; with ``hold``, of each value what that gives."""
         try:
             values = self._values()
@@ -62,7 +62,7 @@ class PythonState:
             self._note_tuples(values)
         filled = [(self._key(index), values[index]) for index in (*self._containers, *self._filled_tuples)]
         tensors = [(self._key(index), values[index]) for index in self._tensors]
-        return Taken(self.found, values, tensors, filled, hold, _Seen(self._long))
+        return PythonSnapshot(self.found, values, tensors, filled, hold, _Seen(self._long))
 
     def buffers(self) -> list[tuple[Key, Tensor]]:
         """Tensors that modules registered as buffers, each once, with the place of one of its names."""
@@ -122,7 +122,7 @@ class PythonState:
         )
 
 
-class Taken:
+class PythonSnapshot:
     """State at one moment.
 
     Attributes:
@@ -151,7 +151,7 @@ class Taken:
             self._values = list(map(hold, values))
             self._buffers = [(named, {name: hold(b) for name, b in before.items()}) for named, before in self._buffers]
 
-    def differing(self, later: Taken) -> set[str]:
+    def differing(self, later: PythonSnapshot) -> set[str]:
         """Names of plain values that are others by then, where the same places are there; a container by its length."""
         if later._found is not self._found:
             return set()

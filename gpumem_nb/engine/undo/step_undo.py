@@ -19,7 +19,7 @@ from ..copies import Aside, Shelf, host_copy, overwrite, quick_checksum
 from ..random_state import RandomState
 from ..step import optimizers
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
-from .python_state import PythonState, Taken, each
+from .python_state import PythonState, PythonSnapshot, each
 from .reachable import Reachable
 
 _PLAIN = (bool, int, float, complex, str, type(None))  # of an optimizer's attributes: a count of its steps, for example
@@ -96,7 +96,7 @@ class ForwardState:
         if cells.ran() != self._cells:
             self.let_go()
 
-    def others_before(self, taken: Taken) -> list[Before]:
+    def others_before(self, taken: PythonSnapshot) -> list[Before]:
         """Keep what is in tensors that are neither buffers nor trained, as far as it may have to be put back."""
         self._changing.after(self._fresh, compare=False)
         if self._found is not self.python.found:

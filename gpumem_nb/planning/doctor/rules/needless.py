@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....shared.forecast import ERRORS, RECORDED
-from ....shared.questions import Held
+from ....shared.questions import TensorTotal
 from ....shared.units import format_bytes
 from ..evidence import Evidence, OnRank
 from ..finding import MEMORY, Finding
@@ -19,7 +19,7 @@ _RANGE = "That is by the values of one micro-batch: look first whether all other
 def state_of_frozen(evidence: Evidence) -> Finding | None:
     """The optimizer remembers something of weights that it will not update."""
     rank = max(evidence.ranks, key=lambda one: one.facts.state_of_frozen.bytes if one.facts else 0)
-    held = rank.facts.state_of_frozen if rank.facts else Held()
+    held = rank.facts.state_of_frozen if rank.facts else TensorTotal()
     peak = _peak(evidence, rank)
     if not _matters(held.bytes, peak):
         return None
@@ -37,7 +37,7 @@ def state_of_frozen(evidence: Evidence) -> Finding | None:
 def wide_weights(evidence: Evidence) -> Finding | None:
     """Weights in float64, which no GPU for training computes fast with."""
     rank = max(evidence.ranks, key=lambda one: one.facts.wide_weights.bytes if one.facts else 0)
-    held = rank.facts.wide_weights if rank.facts else Held()
+    held = rank.facts.wide_weights if rank.facts else TensorTotal()
     peak = _peak(evidence, rank)
     if not _matters(held.bytes // 2, peak):
         return None
@@ -114,5 +114,5 @@ def _matters(size: int, peak: int | None) -> bool:
     return size > 0 and peak is not None and size >= _LEAST * peak
 
 
-def _weights(held: Held) -> str:
+def _weights(held: TensorTotal) -> str:
     return f"{held.tensors} weight{'s' * (held.tensors != 1)}"
