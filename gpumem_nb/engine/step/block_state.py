@@ -13,7 +13,7 @@ from ...memory.ledger.recorder import Recorder
 from .. import cells
 from ..random_state import RandomState
 from ..undo.changing import Changing, Key, can_be_filled
-from ..undo.python_state import PythonState, PythonSnapshot
+from ..undo.python_state import PythonSnapshot, PythonState
 from ..undo.reachable import CONTAINERS, PLAIN
 from .cannot import cannot
 from .draws import Draws

@@ -19,7 +19,7 @@ from ..copies import Aside, Shelf, host_copy, overwrite, quick_checksum
 from ..random_state import RandomState
 from ..step import optimizers
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
-from .python_state import PythonState, PythonSnapshot, each
+from .python_state import PythonSnapshot, PythonState, each
 from .reachable import Reachable
 
 _PLAIN = (bool, int, float, complex, str, type(None))  # of an optimizer's attributes: a count of its steps, for example
