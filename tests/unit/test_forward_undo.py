@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from gpumem_nb.engine.data.handed import as_dataset
+from gpumem_nb.engine.data.held_out import as_held_out
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.losses import as_loss
 from gpumem_nb.engine.step.trainer import Trainer
@@ -275,13 +276,13 @@ class Late(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         large = torch.ones(20 * SMALL_BYTES // 4)
         self.large = large if what == "a tensor" else nn.Parameter(large, requires_grad=what == "a trained weight")
-        self.calls, self.every = 0, 1 if what == "a tensor" else 4
+        self.calls, self.every, self.by_data = 0, 1 if what == "a tensor" else 4, False
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.calls % self.every == 0:
             with torch.no_grad():
-                self.large.mul_(0.5)
+                (self.large.data if self.by_data else self.large).mul_(0.5)
         return cast(Tensor, self.linear(x)) * self.large[0]
 
 
@@ -324,3 +325,21 @@ def test_a_view_of_a_trained_weight_is_not_taken_for_something_that_forward_writ
         assert trainer.run(Chunk(settings, 1, 1)).samples[0].event == "discarded"
     assert torch.equal(net.view, before)
     assert trainer.run(Chunk(settings, 2, 2)).failure is None
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("by_data", [False, True])
+def test_what_is_large_and_written_in_an_evaluation_is_told_of_once_and_then_put_back(by_data: bool) -> None:
+    net = Late("a frozen weight")
+    net.every, net.by_data = 1, by_data
+    optimizer = torch.optim.SGD(net.linear.parameters(), lr=0.1)
+    workload = Workload("late", lambda: net, rows, mean_square, optimizer=lambda params: optimizer)
+    trainer = Trainer(workload, stream(), opened(), time.time(), as_held_out(rows()))
+    settings = Settings(batch_size=64, optimizer="own", learning_rate=0.1)
+    told = trainer.run(Chunk(settings, 1, 0, evaluate=True)).failure
+    assert told is not None
+    assert "from now on it is" in told.message
+    before = net.large.detach().clone()
+    for _ in range(2):
+        assert trainer.run(Chunk(settings, 1, 0, evaluate=True)).evaluated
+        assert torch.equal(net.large, before)

@@ -181,6 +181,28 @@ def test_an_update_that_cannot_be_foreseen_is_taken_and_undone_and_that_is_said(
     assert not trainer(gpu).trials.forecast(Settings(batch_size=2), [2], [2], 0).update_undone
 
 
+class Closing(SGD):
+    """Somebody's own that holds a function which refers to itself."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.kept_for: Any = lambda param: self.state[param]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"]):
+            param.sub_(self.kept_for(param).setdefault("mean", torch.zeros_like(param)).add_(param.grad))
+
+
+def test_an_optimizers_function_that_refers_to_it_reaches_it_from_no_copy(gpu: VirtualGPU) -> None:
+    trained = trainer(gpu, lambda params: Closing(params, lr=0.1))
+    settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
+    found = trained.trials.forecast(settings, [2], [2], 0)
+    assert "kept_for of this Closing is a function" in found.update_undone
+    assert trained.trials.rehearse(settings).forecasts.failure is None
+    assert not trained.live.optimizer.state
+
+
 @pytest.mark.parametrize("decides", [False, True])
 def test_what_an_optimizer_counts_and_draws_is_as_before_any_question(gpu: VirtualGPU, decides: bool) -> None:
     trained = trainer(gpu, lambda params: Counting(params, lr=0.1))

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ def foresee(
     """
     if stepped_by_others(optimizer):
         raise CannotBeForeseen(f"the step of this {type(optimizer).__name__} was replaced by another function")
+    if name := _closure_in(optimizer):
+        raise CannotBeForeseen(f"{name} of this {type(optimizer).__name__} is a function that may refer to itself")
     log = UpdateLog(device, allocation)
     try:
         with modes_set_aside(), _leaving_no_trace(optimizer), ExitStack() as stack:
@@ -90,7 +93,7 @@ def foresee(
             ]
             return log.foreseen(owned)
     except Exception as error:
-        raise CannotBeForeseen(str(error).partition("\n")[0]) from None
+        raise CannotBeForeseen(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
 
 
 def update_in_question(live: LiveModel, recorder: Recorder, device: Device) -> tuple[Foreseen, str]:
@@ -120,8 +123,7 @@ def update_in_question(live: LiveModel, recorder: Recorder, device: Device) -> t
 
 def _held_by(optimizer: Optimizer) -> list[Tensor]:
     """The tensors that an update may replace: weights, gradients and state, also of one inside of another one."""
-    inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
-    found = [tensor for one in (optimizer, *inner) for tensor in tensors_in(list(vars(one).values()))]
+    found = [tensor for one in (optimizer, *_inner(optimizer)) for tensor in tensors_in(list(vars(one).values()))]
     return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
 
 
@@ -149,6 +151,8 @@ def timed_on_scratch(
         device: where the weights are.
     """
     here = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if _closure_in(optimizer):
+        return None
     room = device.room()
     if room is not None and room < SCRATCH_COPIES * sum(param.nbytes for param in here):
         return None
@@ -173,6 +177,16 @@ def timed_on_scratch(
     except Exception:  # the user's own may want values, or more memory than there is
         return None
     return statistics.median(took_s[1:] or took_s)
+
+
+def _closure_in(optimizer: Optimizer) -> str:
+    """The name of a function that would work on the optimizer itself also where a copy calls it; empty without one."""
+    held = (item for one in (optimizer, *_inner(optimizer)) for item in vars(one).items() if item[0] != "step")
+    return next((name for name, value in held if isinstance(value, FunctionType) and value.__closure__), "")
+
+
+def _inner(optimizer: Optimizer) -> list[Optimizer]:
+    return [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
 
 
 @contextmanager
@@ -219,7 +233,7 @@ class _Copies:
         # Not by deepcopy, for which every optimizer drops the attributes that torch's do not have.
         new: Optimizer = type(optimizer).__new__(type(optimizer))
         self._memo[id(optimizer)] = new
-        for inner in (value for value in vars(optimizer).values() if isinstance(value, Optimizer)):
+        for inner in _inner(optimizer):
             if id(inner) not in self._memo:
                 self.of_optimizer(inner)
         with self._as_copied:

@@ -67,6 +67,7 @@ class Evaluator:
         metric = as_given(workload.metric)
         self._metric = (metric.to(device.torch_device),) if isinstance(metric, nn.Module) else ()
         self._forward = ForwardState((*live.parts.named.values(), *self._metric), workload.loss)
+        self._written: list[Tensor] = []
         self._device = device
         self._rank, self._size = rank, size
 
@@ -83,7 +84,7 @@ class Evaluator:
         try:
             here().check()
             if failure is None:
-                with left_as_it_was(self._modules(), self._forward, self._live), interruptible():
+                with left_as_it_was(self._modules(), self._forward, self._live, self._written), interruptible():
                     sums, samples = self._sum_up()
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self._failure(error)
@@ -146,13 +147,17 @@ class Evaluator:
 
 
 @contextmanager
-def left_as_it_was(modules: Iterable[nn.Module], forward: ForwardState, live: LiveModel) -> Iterator[None]:
+def left_as_it_was(
+    modules: Iterable[nn.Module], forward: ForwardState, live: LiveModel, written: list[Tensor]
+) -> Iterator[None]:
     """All of these in eval mode inside; modes, weights, buffers, what forward keeps and random numbers as before.
 
-    Modes are set module by module and not by ``eval()``, which some models use to change their weights.
+    Modes are set module by module and not by ``eval()``, which some models use to change their weights. ``written`` are
+    the large weights that earlier evaluations turned out to write; it gets those of this one.
     """
     modes = [(module, module.training) for module in modules]
-    before = ForwardUndo(forward, KeptWeights.before_forward(live.parameters, live.parts.parameters()))
+    kept = KeptWeights.before_forward(live.parameters, live.parts.parameters(), written=written)
+    before = ForwardUndo(forward, kept)
     try:
         for module, _ in modes:
             module.training = False
@@ -160,7 +165,10 @@ def left_as_it_was(modules: Iterable[nn.Module], forward: ForwardState, live: Li
     finally:
         for module, training in modes:
             module.training = training
-        before.undo()
+        try:
+            before.undo()
+        finally:
+            written += kept.missed
 
 
 def _number(value: Any, what: str) -> Any:

@@ -149,7 +149,7 @@ class KeptWeights:
 
     Attributes:
         of_trained: all that is trained was copied.
-        missed: watched ones that were written.
+        missed: those that were written and not copied, as far as is known after :meth:`put_back`.
     """
 
     def __init__(self, copied: Iterable[Tensor], summed: Iterable[Tensor] = (), watched: Iterable[Tensor] = ()) -> None:
@@ -160,8 +160,10 @@ class KeptWeights:
         self.missed: list[Tensor] = []
 
     @classmethod
-    def before_forward(cls, trained: Iterable[Tensor], weights: Iterable[Tensor], copy: bool = True) -> KeptWeights:
-        """Keep those of all ``weights`` that a forward pass may write, of which nothing is known yet.
+    def before_forward(
+        cls, trained: Iterable[Tensor], weights: Iterable[Tensor], copy: bool = True, written: Iterable[Tensor] = ()
+    ) -> KeptWeights:
+        """Keep those of all ``weights`` that a forward pass may write, ``written`` ones in any case.
 
         Small ones are copied, and all that is ``trained`` if ``copy`` says so. Some models keep an average of that in
         weights of the same shapes, and bring it up to date in forward. Others that are large and not trained, such as
@@ -175,7 +177,7 @@ class KeptWeights:
         few = sum(weight.nbytes for weight in alike) <= sum(weight.nbytes for weight in ours.values())
         small = [weight for weight in frozen if weight.nbytes <= SMALL_BYTES]
         own = [weight for weight in ours.values() if copy or weight.nbytes <= SMALL_BYTES]
-        copied = [*own, *small, *(alike if few else ())]
+        copied = list({id(one): one for one in (*own, *small, *(alike if few else ()), *written)}.values())
         known = set(map(id, copied))
         kept = cls(copied, (weight for weight in (*ours.values(), *frozen) if id(weight) not in known))
         kept.of_trained = len(own) == len(ours)
@@ -204,8 +206,8 @@ class KeptWeights:
         """
         self.watch_no_more()
         each(partial(_put_weight_back, weight, content) for weight, content in self._copied)
-        other = (weight for weight, before in self._summed if quick_checksum(weight) != before)
-        for weight in chain(self.missed, other):
+        self.missed += [weight for weight, before in self._summed if quick_checksum(weight) != before]
+        for weight in self.missed:
             raise _written_unseen("weight", weight)
 
 
