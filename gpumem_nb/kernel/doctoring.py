@@ -70,7 +70,7 @@ class Doctoring:
         stopped = self._history.rescue or self._training.stopped_for()
         if not self._history.steps and stopped is None:
             raise WorkloadError(
-                "Nothing was trained yet, so there is nothing to examine: %hvd_train 20, then look again."
+                "Nothing was trained yet, so there is nothing to examine: %hvd_train 20, then run this again."
             )
         notes: list[str] = []
         unchanged = Unchanged(self._history)
@@ -197,11 +197,11 @@ class Doctoring:
         """Return what each rank holds for nothing; of inputs, where the step for it does not take long."""
         quick = needs is not None and needs.step_s is not None and needs.step_s <= LONGEST_S
         if needs is None:
-            notes.append("Inputs were not looked at, either.")
+            notes.append("Inputs were not examined, either.")
         elif needs.cut_short:
             notes.append(_WAITED_FOR)
         elif not quick:
-            notes.append("Inputs were not looked at, because steps take long or do not fit.")
+            notes.append("Inputs were not examined, because steps take long or do not fit.")
         found: list[ModelFacts] = self._foreground.call_alone("look_at_model", quick, undone=True)
         return found
 

@@ -80,7 +80,7 @@ class Fitting:
                     raise NotThisTime(f"Meanwhile {why} Run it again.") from None
                 if not cells:
                     raise
-                failed[place] = f"not looked at, nor what follows it{': ' * bool(str(why))}{why}"
+                failed[place] = f"not tried, nor are those after it{': ' * bool(str(why))}{why}"
                 break
         if not cells:
             raise WorkloadError(next(iter(failed.values())))
@@ -90,7 +90,7 @@ class Fitting:
         def apply_unchanged(changes: dict[str, Any]) -> object:
             training = latest()
             if training.workload == workload and (changed := _changed_since(now, training)):
-                raise InvalidInput(f"What fits was found before {changed} changed: look again with %hvd_what_fits.")
+                raise InvalidInput(f"What fits was found before {changed} changed: run %hvd_what_fits again.")
             return apply(changes)
 
         helps = None if any(cell.largest for cell in cells) else self._lighter(now)

@@ -31,7 +31,7 @@ from .training import Training
 
 RESUMING = "gpumem_nb resuming"
 """Names the thread that puts a state in place, or settles what a failed load has left: nothing else may overtake it."""
-_BUSY_OTHERWISE = "Interrupted. The ranks are at something else, which goes on{}. %hvd_restart would end it."
+_BUSY_OTHERWISE = "Interrupted. The ranks are doing something else, which goes on{}. To end that: %hvd_restart"
 _AHEAD_TIMEOUT_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
 
 
@@ -83,7 +83,7 @@ class Foreground:
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Inside, ``progress`` is told what the ranks are at while the notebook waits for them."""
+        """Inside, ``progress`` is told what the ranks are doing while the notebook waits for them."""
         thread = threading.get_ident()
         before, self._told[thread] = self._told.get(thread), progress
         try:
@@ -223,7 +223,7 @@ class Foreground:
         return call
 
     def _behind_others(self, call: Call, steps: Sequence[Call]) -> bool:
-        """Return whether ranks are at something else than training's steps that was asked of them before this."""
+        """Return whether ranks are doing something else than training's steps, requested before this."""
         return any(one not in steps for one in self._ranks.ahead_of(call))
 
     def _wait_for(self, call: Call, timeout: float | None, show: Callable[[Call], None]) -> None:

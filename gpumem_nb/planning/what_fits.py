@@ -79,7 +79,7 @@ class WhatFits(Report):
         place = precision, checkpointing
         cell = next((cell for cell in self.cells if (cell.precision, cell.checkpointing) == place), None)
         if cell is None or cell.settings is None:
-            why = self.failed.get(place, "it was not looked at")
+            why = self.failed.get(place, "it was not tried")
             if cell is not None:
                 why = cell.unknown or "not even one sample fits there"
             fit = [f"{one.precision} {one.checkpointing}" for one in self.cells if one.settings]
@@ -127,7 +127,7 @@ class WhatFits(Report):
         if self.instead:
             flip = typed(self.now, self.instead.settings)
             peak = format_bytes(self.instead.live_peak_bytes)
-            said.append(f"The present settings fit with {flip} (live peak {peak}): %hvd_set {flip}, then look again.")
+            said.append(f"The present settings fit with {flip} (live peak {peak}): %hvd_set {flip}, then ask again.")
         said += [f"{precision}, {mode}: {why}" for (precision, mode), why in self.failed.items()]
         return said
 

@@ -162,7 +162,7 @@ class DiagnosisView:
                 return
             self._tell(one)
         if one.said.html == _WAITING:  # a few steps have left their figures there
-            one.said.html = "<p>Changed. Train some steps and look again to see what came of it.</p>"
+            one.said.html = "<p>Changed. Train some steps and examine again to see the effect.</p>"
 
     def _tell(self, one: _Card) -> None:
         """What was measured under the flip, beside what was predicted."""

@@ -280,7 +280,7 @@ def test_a_stop_that_comes_while_it_waits_for_a_cell_leaves_the_cell_alone(
         raise KeyboardInterrupt
 
     try:
-        with session.telling(stop), pytest.raises(KeyboardInterrupt, match="at something else, which goes on"):
+        with session.telling(stop), pytest.raises(KeyboardInterrupt, match="doing something else, which goes on"):
             session.predict(batch_size=16)
     finally:
         go.touch()

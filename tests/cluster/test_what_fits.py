@@ -112,9 +112,9 @@ def test_what_fits_is_not_mixed_with_settings_that_come_meanwhile_or_later(
 
     found = session.what_fits(progress=flip)
     assert [(cell.precision, cell.checkpointing) for cell in found.cells] == [("fp32", "none")]
-    assert "nor what follows it: accumulation_steps changed." in str(found)
+    assert "nor are those after it: accumulation_steps changed." in str(found)
     session.set(accumulation_steps=1, optimizer="sgd", learning_rate=0.1)
-    with pytest.raises(InvalidInput, match="found before optimizer changed: look again with %hvd_what_fits"):
+    with pytest.raises(InvalidInput, match="found before optimizer changed: run %hvd_what_fits again"):
         found.apply("fp32", "none")
     session.set(optimizer="adamw", learning_rate=1e-3)
     found.apply("fp32", "none")

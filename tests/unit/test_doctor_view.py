@@ -143,7 +143,7 @@ def test_where_nothing_is_trained_it_says_what_to_do(session: Session, monkeypat
     monkeypatch.setattr(doctor_view, "WATCHED_S", 0.003)
     view = DiagnosisView(session, diagnosis())  # type: ignore[arg-type]
     buttons(view)[0].click()
-    until(lambda: "Train some steps and look again" in regions(view))
+    until(lambda: "Train some steps and examine again" in regions(view))
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def test_an_answer_that_took_longer_says_so_and_why() -> None:
     result, machine, _ = tuned(Settings(batch_size=1, accumulation_steps=64), 600, seconds=2)
     assert len(machine.measured) == 1
     assert "in 7 s, for 2 s that were given: one trial took up to 6.6 s" in str(result)
-    assert "more were not looked at. Give it more time: %hvd_tune --seconds 60." in result.why
+    assert "more were not tried. Give it more time: %hvd_tune --seconds 60." in result.why
 
 
 def test_the_pareto_front_has_no_setting_that_another_one_beats() -> None:

@@ -26,7 +26,7 @@ def test_a_cell_sets_its_precision_its_checkpointing_and_its_micro_batch() -> No
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        (("bf-16", "none"), "bf-16 none cannot be applied: it was not looked at. What fits: fp32 none."),
+        (("bf-16", "none"), "bf-16 none cannot be applied: it was not tried. What fits: fp32 none."),
         (("bf16", "none"), "not even one sample fits there. What fits: fp32 none."),
         (("fp16", "none"), "no fp16 here. What fits"),
         (("fp32", "blocks"), "fp32 blocks cannot be applied: one sample may need 1.2 GiB. What fits: fp32 none."),

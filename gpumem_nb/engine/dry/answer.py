@@ -45,7 +45,7 @@ from .step import DryStep
 
 MOST_REAL_BYTES = 2**30
 _SMALL = (2, 4)  # batch sizes of the steps that are taken on the CPU
-_MEND = "Fix that line, or start ranks (%hvd_start) and predict there."
+_FIX = "Fix that line, or start ranks (%hvd_start) and predict there."
 _DO_WITHOUT = "Let the constructor do without that value, or start ranks (%hvd_start) and predict there."
 _NO_END = f"It was not found within {SEARCH_S} s and the memory of a dry run. Predict single sizes."
 BYTES_A_PARAMETER = 5 * 4  # weight, gradient, two of Adam's and a copy of one, in fp32
@@ -226,7 +226,7 @@ class _Run:
             raise
         except (Exception, SystemExit) as error:
             why, lack = refused(error, "model", "built with memory"), _lack(error)
-            raise WorkloadError(f"{refusal} {why}{lack} {_DO_WITHOUT if lack else _MEND}") from None
+            raise WorkloadError(f"{refusal} {why}{lack} {_DO_WITHOUT if lack else _FIX}") from None
 
     def found(self, asked: Target) -> OnGpu:
         """Return what steps under these settings would need, and whether that fits."""
@@ -342,7 +342,7 @@ class _Run:
             raise
         except (Exception, SystemExit) as error:
             why = refused(error, self._phase, "run on the CPU")
-            raise WorkloadError(f"{refusal} {why} {_MEND}") from None
+            raise WorkloadError(f"{refusal} {why} {_FIX}") from None
         self._step = None  # and its memory
         named = " and ".join(map(str, sizes))
         steps = "a step" if len(sizes) == 1 else "steps"

@@ -125,13 +125,13 @@ def _versions(ranks: Sequence[RankInfo]) -> list[tuple[str, ...]]:
 _LOAD = "load a workload, then check again: %hvd_load digits-resnet"
 
 
-_MEND = "fix what fails, then check again: %hvd_check --sync"
+_FIX = "fix what fails, then check again: %hvd_check --sync"
 
 
 def _synchronised(sync: SyncReport | None, why_not: str) -> Check:
     question = "are weights and gradients synchronised?"
     if why_not:
-        return Check(question, None, why_not, _MEND)
+        return Check(question, None, why_not, _FIX)
     if sync is None:
         return Check(question, None, "nothing is loaded", f"{_LOAD}; of your own loop: %hvd_check --sync model=net")
     found = [sync.weights, sync.gradients]
@@ -142,7 +142,7 @@ def _synchronised(sync: SyncReport | None, why_not: str) -> Check:
 def _split(sync: SyncReport | None, why_not: str) -> Check:
     question = "is the data split without overlap?"
     if why_not:
-        return Check(question, None, "not looked at, for the same reason", _MEND)
+        return Check(question, None, "not checked, for the same reason", _FIX)
     if sync is None:
         own = "%hvd_check --sync model=net data=loader"
         return Check(question, None, "nothing is loaded", f"{_LOAD}; of your own loop: {own}")

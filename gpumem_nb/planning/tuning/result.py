@@ -176,7 +176,7 @@ class TuneResult(Report):
     def _only_one(self) -> str:
         """Return why nothing else was measured."""
         left = len(self.space.candidates) - len(self.looked_at) - len(self.refused)
-        others = f"{left} more were not looked at" if left else "no other one fits and could be measured"
+        others = f"{left} more were not tried" if left else "no other one fits and could be measured"
         if len(self.space.candidates) == 1:
             others = "there is nothing else to choose from"
         more = f" {self._more_time}" if left and not self.stopped else ""
