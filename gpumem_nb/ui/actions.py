@@ -15,7 +15,8 @@ Queue = queue.SimpleQueue[Callable[[], object] | None]
 class Actions:
     """Actions that wait for a thread: a step under way may take long, and the kernel must not wait for it.
 
-    ``failed`` is told in words when an action was refused, ``done`` is called after each one.
+    ``failed`` is told in words when an action was refused, unless it was closed meanwhile; ``done`` is called after each
+    one.
     """
 
     def __init__(self, name: str, failed: Callable[[str], None], done: Callable[[], None]) -> None:
@@ -45,7 +46,11 @@ class Actions:
             try:
                 action()
             except GpumemError as error:
-                self._failed(str(error))
+                self._tell(actions, str(error))
             except Exception as error:
-                self._failed(f"That did not work: {type(error).__name__}: {error}. Details: %hvd_status")
+                self._tell(actions, f"That did not work: {type(error).__name__}: {error}. Details: %hvd_status")
             self._done()
+
+    def _tell(self, actions: Queue, why: str) -> None:
+        if actions is self._queue:
+            self._failed(why)

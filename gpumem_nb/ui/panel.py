@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 class Panel:
     """Shows a session and steers it; made by ``session.panel()``, shown by being the last expression of a cell.
 
-    It lives from :meth:`watch` on: until then it shows nothing new and does nothing that its controls ask for.
+    It lives from :meth:`show` on: until then it shows nothing new and does nothing that its controls ask for.
 
     Attributes:
         big: whether type is so large that it can be read from the back of a room.
@@ -80,40 +80,40 @@ class Panel:
         return self
 
     def show(self, session: Steered) -> None:
-        """Show and steer another session from now on, in the same place of the page, and watch it."""
+        """Show and steer this session from now on, in the same place of the page; without effect once closed.
+
+        What is shown is kept up to date until the panel is closed or the session ends, and controls do something.
+        """
         with self._refreshing:
-            if session is not self._session and not self.closed:
+            if self.closed:
+                return
+            if session is not self._session:
                 self._rest()
                 self._session = self._kept.session = session
-                self._watcher = None  # that of the session before ends by itself
                 before = self.view.children
                 self.view.children = threads.make(self._content)
                 for widget in before:
                     for one in family(widget):
                         one.close()
-        self.watch()
+            for actions in (self._actions, self._questions, self._searches):
+                actions.start()
+            if self._watcher is None:
+                self._draw_anew()
+                self._watcher = threads.start(lambda: self._watch(session), "gpumem_nb panel")
 
     def close(self) -> None:
         """Take it off the page and stop updating it; the session goes on."""
         self._closing.set()
-        self._kept.close()
-        self._rest()
         with self._refreshing:
+            self._kept.close()
+            self._rest()
             for widget in (self._sidecar, *family(self.view)):
                 if widget is not None:
                     widget.close()
 
-    def watch(self) -> None:
-        """Keep the panel up to date until it is closed or the session ends, and do what its controls ask for."""
-        for actions in (self._actions, self._questions, self._searches):
-            actions.start()
-        if self._watcher is None or not self._watcher.is_alive():
-            self._draw_anew()
-            session = self._session
-            self._watcher = threads.start(lambda: self._watch(session), "gpumem_nb panel")
-
     def _rest(self) -> None:
-        """End all threads but the one that watches; what is under way is finished first."""
+        """End all threads; what is under way is finished first."""
+        self._watcher = None  # which notices
         self._answers.close()
         for actions in (self._actions, self._questions, self._searches):
             actions.close()
@@ -179,13 +179,14 @@ class Panel:
         pause_s = 0.0
         while not self._closing.wait(pause_s):
             began = time.thread_time()
-            ended = bool(session.ended)
-            if session is not self._session:
-                return
-            self._refresh()
-            if ended:
-                self._rest()
-                return
+            with self._refreshing:  # nobody shows another session meanwhile, or this one once more
+                if self._watcher is not threading.current_thread():
+                    return
+                ended = bool(session.ended)
+                self._refresh()
+                if ended:
+                    self._rest()
+                    return
             pause_s = max(REFRESH_S, (time.thread_time() - began) / LARGEST_SHARE)
 
     def _ask(self, action: Any) -> None:
