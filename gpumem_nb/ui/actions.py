@@ -15,8 +15,8 @@ Queue = queue.SimpleQueue[Callable[[], object] | None]
 class Actions:
     """Actions that wait for a thread: a step under way may take long, and the kernel must not wait for it.
 
-    ``failed`` is told in words when an action was refused, unless it was closed meanwhile; ``done`` is called after each
-    one.
+    ``failed`` is told in words when an action was refused, unless this was closed meanwhile; ``done`` is called after
+    each one.
     """
 
     def __init__(self, name: str, failed: Callable[[str], None], done: Callable[[], None]) -> None:
