@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,7 +77,6 @@ class DiagnosisView:
         self._ask = ask
         self._workload, self._history = session.workload, session.history
         self._loaded_as = session.history.loaded_as
-        self._closed = threading.Event()
         self._cards: list[_Card] = []
         self.view = threads.make(self._make)
 
@@ -87,11 +86,6 @@ class DiagnosisView:
             if one.taken and not one.settled:
                 self._tell(one)
         return any(one.taken and not one.settled for one in self._cards)
-
-    def close(self) -> None:
-        """Take it off the page."""
-        self._closed.set()
-        self.view.close()
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """Return the widget, and for a page without a kernel the same without buttons."""
@@ -158,8 +152,9 @@ class DiagnosisView:
     def _take_and_watch(self, one: _Card) -> None:
         self._take(one)
         for _ in range(round(WATCHED_S / LOOK_EVERY_S)):
-            if one.settled or not one.taken or self._closed.wait(LOOK_EVERY_S) or self._session.ended:
+            if one.settled or not one.taken or self._session.ended:
                 return
+            time.sleep(LOOK_EVERY_S)
             self._tell(one)
         if one.said.html == _WAITING:  # a few steps have left their figures there
             one.said.html = "<p>Changed. Train some steps and examine again to see the effect.</p>"

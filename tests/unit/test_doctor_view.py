@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -187,13 +186,6 @@ def test_by_itself_it_uses_a_thread_that_ends(
     started[0].join(30)
     assert not started[0].is_alive()
     assert "130 samples/s" in regions(view)
-
-
-def test_closing_ends_the_watching(session: Session) -> None:
-    view = DiagnosisView(session, dataclasses.replace(diagnosis(), notes=()))  # type: ignore[arg-type]
-    buttons(view)[0].click()
-    view.close()
-    until(lambda: session.settings == AFTER)
 
 
 def test_a_flip_is_not_made_of_settings_that_were_not_examined(session: Session) -> None:
