@@ -13,10 +13,10 @@ from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.ui.panel import Panel
 from tests.ledgers import info
 from tests.timing import HANG_S, until
-from tests.unit import test_foresight
+from tests.unit.test_flip_predictions import Session as Predicting
 
 
-class Session(test_foresight.Session):
+class Session(Predicting):
     """One that does nothing, until a test lets it."""
 
     waiting_for = ()
