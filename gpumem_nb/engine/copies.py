@@ -62,7 +62,7 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies in memory, so that one like it can be made elsewhere.
+    """The layout of a tensor in memory, so that one like it can be made elsewhere.
 
     Strides count: fused kernels go through weights and moments in the order of memory, whatever their indices are.
     """

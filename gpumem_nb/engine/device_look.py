@@ -1,4 +1,4 @@
-"""What the kernel can ask about this rank's device."""
+"""The kernel's questions about this rank's device."""
 
 from __future__ import annotations
 

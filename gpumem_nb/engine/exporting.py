@@ -1,4 +1,4 @@
-"""What a script must know to train what this rank trains, as this rank trains it."""
+"""The facts that a script needs to train as this rank does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds the live bytes of this rank's device: what is trained, and the variables of cells."""
+"""The holders of the live bytes on this rank's device: the workload, and the variables of cells."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _PASSES_FOR: dict[str, Callable[[Any], bool]] = {
 
 
 class OfferedNames:
-    """What the toolkit has put under which name of ``variables``. A name that holds anything else is not its own."""
+    """The toolkit's objects by their names of ``variables``. A name that holds anything else is not its own."""
 
     def __init__(self, variables: MutableMapping[str, Any]) -> None:
         self._variables = variables
@@ -47,7 +47,7 @@ class OfferedNames:
 
 
 class AttachedNames:
-    """Which variables of cells were attached, and what they held then."""
+    """The variables of cells that were attached, and what they held then."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, Any]] = {}  # by role: the name and its object

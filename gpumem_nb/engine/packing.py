@@ -1,4 +1,4 @@
-"""What a rank answers, packed for a process that has no GPU and may lack the rank's modules."""
+"""A rank's answer, packed for a process that has no GPU and may lack the rank's modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel can ask of a rank. One process is one rank, so its state is the module's."""
+"""The requests that the kernel can send to a rank. One process is one rank, so its state is the module's."""
 
 from __future__ import annotations
 

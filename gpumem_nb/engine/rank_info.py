@@ -1,4 +1,4 @@
-"""What a rank says of itself when it has started, and whether it may."""
+"""A rank's description of itself at its start, and whether it may start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds code on a rank is what surrounds it in the notebook: working directory, paths, versions of modules.
+"""Code on a rank has the notebook's surroundings: working directory, paths, versions of modules.
 
 What there is to say about that travels once, with the answer to the next request that runs the user's code.
 """

@@ -1,4 +1,4 @@
-"""Whether ranks are in step: checksums of what they hold, and which samples they see.
+"""Checks that ranks are in step: checksums of what they hold, and which samples they see.
 
 Of what is loaded, and of the user's own loop by the names of its variables. Of that loop each rank says what it sees
 without the others, so that one that is out of step is heard as well.

@@ -1,1 +1,1 @@
-"""Where a rank's samples come from: the data that was handed over, its order, and the processes that fetch it."""
+"""The source of a rank's samples: the data that was handed over, its order, and the processes that fetch it."""

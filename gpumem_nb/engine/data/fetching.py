@@ -22,12 +22,12 @@ def no_fault_of_a_sample(error: Exception) -> bool:
 
 
 class FromWorker(Exception):
-    """What was raised in a worker, as text."""
+    """An exception of a worker, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to fetch: the samples with ``indices``, for the places of the stream from ``place`` on."""
+    """A task of a worker: fetch the samples with ``indices``, for the places of the stream from ``place`` on."""
 
     place: int
     indices: Sequence[Any]

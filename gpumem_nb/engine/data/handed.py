@@ -1,4 +1,4 @@
-"""What people hand over as data: what its samples are, how they are collated, and in which order they come.
+"""Data as the user hands it over: its samples, how they are collated, and their order.
 
 Ranks read it so, and so do dry runs, which have no Horovod.
 """

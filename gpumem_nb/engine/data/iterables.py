@@ -19,7 +19,7 @@ from .stream import Stream
 
 
 class _Kept(NamedTuple):
-    """What one place holds, and the pass that it was read in: its number and the place where it began."""
+    """The content of one place, and the pass that it was read in: its number and the place where it began."""
 
     item: Any
     number: int

@@ -96,7 +96,7 @@ def check(order: Order, seed: int) -> tuple[int, int]:
 
 
 class _Drawn:
-    """What a sampler of any kind gives when random numbers begin from seed and epoch.
+    """The order that a sampler of any kind gives when random numbers begin from seed and epoch.
 
     A generator of its own begins from its own seed instead, so that the first epoch is the one that torch would give.
     """

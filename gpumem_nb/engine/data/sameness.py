@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same data, by its length, its order, and a few of its samples."""
+"""A check that all ranks hold the same data, by its length, its order, and a few of its samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNSTEADY_PASS = (
 
 
 class Look(NamedTuple):
-    """What was seen of one rank's data, in numbers that can be compared."""
+    """A summary of one rank's data, in numbers that can be compared."""
 
     length: int
     order: int

@@ -1,4 +1,4 @@
-"""How large samples and micro-batches are, whatever they hold."""
+"""Sizes of samples and micro-batches, whatever they hold."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .workers import Workers
 
 
 class Loading(NamedTuple):
-    """How samples are fetched: the knobs of ``shared/knobs/loading.py``."""
+    """The way samples are fetched: the knobs of ``shared/knobs/loading.py``."""
 
     num_workers: int = 0
     pin_memory: bool = False

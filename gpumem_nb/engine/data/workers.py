@@ -144,7 +144,7 @@ class Workers:
 
 
 class _Coming(Sampler[Task]):
-    """What torch's loader asks for: the tasks to come."""
+    """The tasks to come, in the form that torch's loader asks for."""
 
     def __init__(self) -> None:
         self.tasks: Iterator[Task] = iter(())
@@ -173,7 +173,7 @@ class _Fetching(Dataset[Any]):
 
 @dataclass(frozen=True)
 class _Begin:
-    """What a worker does first, before what the data's own loader asks for."""
+    """The first action of a worker, before what the data's own loader asks for."""
 
     parent: int
     then: Callable[[int], None] | None

@@ -169,7 +169,7 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """What it keeps, without its numbers: the input, the weight, and one number a row (derivatives.yaml)."""
+    """The tensors it keeps, without their numbers: the input, the weight, and one number a row (derivatives.yaml)."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Why a model cannot be run without memory: the operator, and the line of the user's own code that calls it."""
+"""Why a model cannot be run without memory: the operator, and the line of your code that calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CUDA's kernels take and give back before they return: one rule for each kind of operator, with its source.
+"""Memory that CUDA's kernels take and give back before they return: one rule per kind of operator, with its source.
 
 Bytes come from the shapes alone, a number for each piece, because the allocator finds a place for each by itself.
 Kernels of which no rule is known here are taken to need nothing.

@@ -1,4 +1,4 @@
-"""Whether ranks hold the same, by numbers that all of them compare."""
+"""A check that ranks hold the same, by numbers that all of them compare."""
 
 from __future__ import annotations
 

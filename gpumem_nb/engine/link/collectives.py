@@ -1,4 +1,4 @@
-"""Which collective this rank waits in and since when, and whether it is still joined to the others.
+"""The collective that this rank waits in, and whether it is still joined to the others.
 
 Horovod keeps both to itself: what starts collectives and waits for them is wrapped.
 """

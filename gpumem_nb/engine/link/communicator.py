@@ -1,4 +1,4 @@
-"""What ranks need of each other, whatever carries it.
+"""The interface through which ranks communicate, whatever library carries it.
 
 A backend is one file with a :class:`Communicator`; ``tests/unit/test_link.py`` says what each of them must do.
 """

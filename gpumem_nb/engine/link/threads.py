@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Meeting:
-    """Where the threads meet.
+    """The meeting point of the threads.
 
     Args:
         size: how many ranks there are.

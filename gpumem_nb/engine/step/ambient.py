@@ -1,4 +1,4 @@
-"""What torch keeps for the whole thread, put back after an exception left it as it was in the middle of a step."""
+"""State that torch keeps for the whole thread, put back after an exception in the middle of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank votes in the reduction of a step, and what all of them learn from the sums."""
+"""The votes of a rank in the reduction of a step, and what all ranks learn from the sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBERS = _FLAGS + 1 + 2 * DIGITS  # on a ballot
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What one rank votes.
+    """The votes of one rank.
 
     Attributes:
         failed: it could not finish forward and backward.
@@ -54,7 +54,7 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """What any rank voted for, in the words of :class:`Ballot`; the same on all ranks.
+    """The votes of any rank, in the words of :class:`Ballot`; the same on all ranks.
 
     ``differ``: the ranks' weights are not the same. ``compare``: only some ranks found a reason to compare weights,
     such as a cell that ran there alone, so that all must. ``missed``: a weight has a gradient that was not sent.

@@ -1,4 +1,4 @@
-"""What a block of a model saw when it was called, so that it can run once more from there and leave no trace."""
+"""The state that a block of a model saw when it was called, so that it can run again from there without a trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .held import without_graph
 
 
 class BlockState:
-    """What one block may read and change beside its inputs; kept for as long as it is checkpointed."""
+    """The state that one block may read and change beside its inputs; kept for as long as it is checkpointed."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
@@ -55,7 +55,7 @@ class BlockState:
 
 
 class Seen:
-    """What a block saw at one call.
+    """The state that a block saw at one call.
 
     Attributes:
         draws: knows whether random numbers have to be looked after.

@@ -16,7 +16,7 @@ from .wire import carried_dtype, carried_shapes
 
 @dataclass(frozen=True, slots=True)
 class ReductionConfig:
-    """How gradients travel.
+    """The settings of a reduction of gradients.
 
     A bucket is one Horovod group: negotiated once instead of once a tensor. ``bucket_bytes`` large enough keep the
     number of negotiations small, small enough they let the first ones travel while backward still runs.

@@ -1,4 +1,4 @@
-"""What is said of a block that cannot be recomputed."""
+"""Messages about a block that cannot be recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a workload must bring so that there is something to train, checked where it would go wrong."""
+"""Checks that a workload can be trained, made where it would go wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a thread was ready to run and had no core, as Linux counts it (proc(5), ``schedstat``)."""
+"""The time for which a thread was ready to run without a core, as Linux counts it (proc(5), ``schedstat``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether checkpointed blocks draw random numbers of Python and NumPy, which are slow to be asked where they stand."""
+"""Detection of checkpointed blocks that draw random numbers of Python and NumPy, whose states are slow to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer's update would allocate: from a dry run on fake tensors, which changes nothing and copies nothing.
+"""The allocations of an optimizer's update: from a dry run on fake tensors, which changes nothing and copies nothing.
 
 The optimizer is copied without the memory of its tensors, whatever implementation it computes with and whether it has
 its state already, and the copy's own ``step`` runs. So what is seen is what its code does, list by list and temporary

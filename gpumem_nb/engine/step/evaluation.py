@@ -35,7 +35,7 @@ PHASE = "evaluation"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What an evaluation found, in the words of :class:`~gpumem_nb.shared.messages.Evaluated`."""
+    """The result of an evaluation, in the words of :class:`~gpumem_nb.shared.messages.Evaluated`."""
 
     samples: int
     sums: dict[str, float]

@@ -1,4 +1,4 @@
-"""Whether a block does the same when it is run once more: compared now and then, because it costs a little."""
+"""A check that a block does the same when it is run once more: compared now and then, because it costs a little."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_compared(calls: int) -> bool:
 
 
 class Fingerprint:
-    """What a block returned, in samples, and how many tensors autograd had saved by then."""
+    """Samples of a block's output, and how many tensors autograd had saved by then."""
 
     def __init__(self, output: Any, saved: int) -> None:
         self._samples = [_sample(tensor) for tensor in tensors_in(output)]

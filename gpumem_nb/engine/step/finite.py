@@ -1,4 +1,4 @@
-"""Whether gradients are finite numbers, asked before the update without waiting for the device."""
+"""A check that gradients are finite numbers, made before the update without waiting for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights had gradients in steps that counted: in some steps a layer may be left out, on all ranks or on some."""
+"""The weights that had gradients in steps that counted: a step may leave out a layer, on all ranks or on some."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class GradientsHad:
-    """What is known of the steps so far.
+    """Facts about the steps so far.
 
     Attributes:
         any_step: whether there was one.

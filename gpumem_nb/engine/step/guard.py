@@ -1,4 +1,4 @@
-"""What a loss must not do by itself: update weights, or run a backward."""
+"""A guard against a loss that trains by itself: it must not update weights, or run a backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained, live on this rank, and how it is brought to other settings between two steps."""
+"""The model and its optimizer, live on this rank, and the change to other settings between two steps."""
 
 from __future__ import annotations
 

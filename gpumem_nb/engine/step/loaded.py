@@ -1,4 +1,4 @@
-"""What the notebook is told of what was loaded."""
+"""The description of the loaded workload for the notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said once about a model when it was loaded: what works here, but perhaps not as one thinks."""
+"""Notes on a model, given once at its load: what works here, but perhaps not as you expect."""
 
 from __future__ import annotations
 

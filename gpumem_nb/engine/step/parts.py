@@ -1,4 +1,4 @@
-"""What is trained: the model, a criterion that has weights of its own, and loose weights of the optimizer."""
+"""The parts that are trained: the model, a criterion with weights, and loose weights of the optimizer."""
 
 from __future__ import annotations
 

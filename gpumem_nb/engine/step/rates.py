@@ -21,7 +21,7 @@ STEADY: Schedule = ("constant", 0)
 
 
 class Course:
-    """Where training is in its schedule; the same on all ranks.
+    """The position of training in its schedule; the same on all ranks.
 
     Another schedule begins with the next step. Until a step was done under it, going back goes back to where it was.
 

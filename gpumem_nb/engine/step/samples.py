@@ -16,7 +16,7 @@ from .step_clock import StepTimings
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a step ended on this rank and what it measured.
+    """The end of a step on this rank and its measurements.
 
     ``discarded`` (it was undone) and ``last`` (the chunk ends with it) are the same on every rank, ``failure`` its own.
     ``loss`` is still on the device; ``reading`` is the memory at the step's end, with the step's peaks; ``ledger`` is

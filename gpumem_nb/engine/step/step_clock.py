@@ -1,4 +1,4 @@
-"""How long each part of a step takes: by the process's clock, and on GPUs by the device's."""
+"""Times of the parts of a step: by the process's clock, and on GPUs by the device's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BucketTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where a part begins: by the process's clock, and on GPUs by an event of the device's.
+    """The begin of a part: by the process's clock, and on GPUs by an event of the device's.
 
     ``cpu_s`` is how long the thread had computed by then.
     """

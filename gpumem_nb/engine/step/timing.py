@@ -1,4 +1,4 @@
-"""How long steps under other settings would take, from whole steps that are undone."""
+"""Times of steps under other settings, from whole steps that are undone."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _times(trying: Trying, step: Step, chunk: Chunk, fewest: int) -> tuple[list[
 
 
 class UpdateTimes:
-    """How long updates take: from those that training performs, because trials perform none."""
+    """Times of updates: from those that training performs, because trials perform none."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], deque[float]] = {}

@@ -1,4 +1,4 @@
-"""What other settings would need and how long steps would take: from steps that are taken under them and undone."""
+"""Memory and time of steps under other settings: from steps that are taken under them and undone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ATTEMPTS = 2  # a model's very first step may make what later ones find
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How one step went that was undone.
+    """The result of one step that was undone.
 
     What failed, what it allocated (as far as it was recorded, with the update that was not taken), how long it worked
     until its update and waited for data, when its parts began, and why its update had to be taken if a dry run would
@@ -87,7 +87,7 @@ def room_of_state_that_leaves(live: LiveModel, device: Device) -> Iterator[None]
 
 
 class Takes(Protocol):
-    """Who takes steps: the trainer."""
+    """The interface of whatever takes steps: the trainer."""
 
     steps: int
     stream: Stream

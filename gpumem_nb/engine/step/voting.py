@@ -1,4 +1,4 @@
-"""How the ranks come to the same end of a step: gradients averaged, votes counted, weights compared."""
+"""The common end of a step on all ranks: gradients averaged, votes counted, weights compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MEASURED_EVERY = 20  # steps, of which the first shows what compression takes f
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """How a step is to be taken.
+    """Instructions for one step.
 
     ``step``: how many were done before. ``trial``: measure it and undo it. ``nudges``: those sent before; a newer one
     makes this step the chunk's last. ``proven``: a step was finished under these settings before. ``recorded``: listen
@@ -48,7 +48,7 @@ class StepOrder:
 
 
 class Step(Protocol):
-    """What votes need to know of the step that they are about."""
+    """The facts about a step that its votes need."""
 
     def failure(self, error: BaseException) -> Failure:
         """Convert an exception into a Failure."""

@@ -1,4 +1,4 @@
-"""How a gradient travels: in a type that Horovod can add up, and back into the gradient that it came from."""
+"""Conversion of a gradient for sending: to a type that Horovod can add up, and back into the gradient."""
 
 from __future__ import annotations
 

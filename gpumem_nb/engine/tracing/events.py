@@ -1,4 +1,4 @@
-"""What was recorded on a rank, as events of the Chrome trace format; times in microseconds by the host's clock.
+"""The recording of a rank, as events of the Chrome trace format; times in microseconds by the host's clock.
 
 A rank is a process there. Its first lane has the steps and their parts, the second its gradients on their way, those
 below are torch's: a lane for each thread and each stream of a GPU. Horovod's timeline is a process of its own with a

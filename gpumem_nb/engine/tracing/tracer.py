@@ -28,7 +28,7 @@ _MICRO = 10**6
 
 
 class Tracer:
-    """What one rank records, in a folder of its own that is gone with the cluster at the latest.
+    """The recorder of one rank, in a folder of its own that is gone with the cluster at the latest.
 
     Args:
         rejoin: shuts Horovod down and joins the other ranks again, which takes some milliseconds.

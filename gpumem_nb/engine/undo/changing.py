@@ -1,4 +1,4 @@
-"""Which tensors are written in place: small ones are copied each time, large ones where their content changed."""
+"""Detection of tensors that are written in place: small ones are copied each time, large ones if changed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Before:
 
 @dataclass(slots=True)
 class _Known:
-    """What is bound to a name: its content as of ``version``, and how often it was changed and the name bound anew."""
+    """The object bound to a name: its content as of ``version``, and how often it changed or the name was bound anew."""
 
     tensor: weakref.ref[Tensor]
     version: int

@@ -1,4 +1,4 @@
-"""What Python keeps of a model beside its weights: attributes, containers' contents, buffers' names, random numbers."""
+"""The Python state of a model beside its weights: attributes, containers' contents, buffers' names, random numbers."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class PythonSnapshot:
 
 
 class _Seen:
-    """What is known of containers while state is taken.
+    """The containers that were seen while state is taken.
 
     ``inner``: those in others, by their ids. ``long``: for those that take long to look through, at which length it was
     done and whether there is anything in them that can be changed in place.
@@ -201,7 +201,7 @@ class _Seen:
 
 
 class _Contents:
-    """What one container or tuple held, and the containers in it."""
+    """The items that one container or tuple held, and the containers in it."""
 
     def __init__(self, key: Key, container: Any, hold: Hold | None, seen: _Seen, depth: int) -> None:
         self._container = container

@@ -1,4 +1,4 @@
-"""Where Python keeps what a forward pass can change: found by walking from modules and functions to what they reach."""
+"""The places where Python keeps what a forward pass can change: a walk from modules and functions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _CLOSED = frozenset({"torch", "numpy", "horovod", "IPython", "ipykernel", "gpume
 
 
 class Reachable:
-    """What was found from ``roots``: modules with all that is below them, functions, and any other objects.
+    """The objects found from ``roots``: modules with all that is below them, functions, and any other objects.
 
     Attributes:
         places: a mapping and a name in it, for each value that may be bound anew.

@@ -27,7 +27,7 @@ _LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor a weight, to 
 
 
 class ForwardUndo:
-    """What a forward pass or a hook changes: buffers, batch norm's for example, what Python keeps, random numbers.
+    """Undoes changes of a forward pass or a hook: buffers (batch norm's, for example), what Python keeps, random numbers.
 
     And ``weights``, if they are given. It holds until the next one is made of the same ``state``.
     """
@@ -61,7 +61,7 @@ class ForwardUndo:
 
 
 class ForwardState:
-    """Where the user's code can change something: in modules, their hooks, functions, and what these reach.
+    """The places where the user's code can change something: in modules, their hooks, functions, and what these reach.
 
     Args:
         parts: the modules whose weights are trained.
@@ -256,7 +256,7 @@ class WrittenByForward:
 
 
 class UpdateUndo:
-    """What an update changes: weights, the optimizer's state, and what hooks before it do; copied to host memory."""
+    """Undoes changes of an update: weights, the optimizer's state, and what hooks before it do; copied to host memory."""
 
     def __init__(self, params: Iterable[Tensor], optimizer: Optimizer, hooks: ForwardUndo | None = None) -> None:
         self._hooks = hooks
@@ -307,7 +307,7 @@ class KeptState:
 
 
 class _Beside:
-    """What one optimizer has beside its state and its groups.
+    """The attributes of one optimizer beside its state and its groups.
 
     Attributes:
         roots: from where the rest is reached: what it holds, and its class, which may count for all of its instances.
