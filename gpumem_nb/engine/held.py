@@ -97,7 +97,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _of_cells(name: str, value: Any) -> bool:
-    """Whether it may be a variable of a cell; classes, functions and modules of Python hold tensors of others."""
+    """Return whether it may be a cell's variable; classes, functions and modules hold tensors of others."""
     return (
         not name.startswith("_")
         and not isinstance(value, type)

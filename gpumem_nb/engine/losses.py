@@ -52,7 +52,7 @@ def as_metric(metric: Any, name: str) -> Callable[[Any, Any], Any]:
 
 
 def takes(function: Any) -> str:
-    """What a loss or metric, as it was attached, is called with: ``outputs`` and targets, the model and a ``batch``.
+    """Return how an attached loss or metric is called: with ``outputs`` and targets, or the model and a ``batch``.
 
     ``model`` for a model that returns its own loss, ``unknown`` for a callable that was not called yet.
     """
@@ -148,7 +148,7 @@ class LossOfUnknownForm:
         return result
 
     def _is_misread(self, given_model: _Reached, given_outputs: _Reached) -> bool:
-        """Whether a callable that failed both ways takes the model and the batch: given these, it got further."""
+        """Return whether a callable that failed both ways takes model and batch: it got further with these."""
         for (code, first), (other, second) in zip(given_model, given_outputs, strict=False):
             if code is not other:  # what failed the second time may be the model, before the criterion was called
                 return False

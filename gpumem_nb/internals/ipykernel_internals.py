@@ -32,7 +32,7 @@ def leave_interrupts_alone(kernel: Any) -> None:
 
 
 def speak_for_no_request(kernel: Any) -> None:
-    """What the calling thread sends from now on belongs to no cell."""
+    """Let what the calling thread sends from now on belong to no cell."""
     from ipykernel.kernelbase import Kernel  # here: sessions without a notebook need no ipykernel
 
     Kernel.set_parent(kernel, [], {})  # type: ignore[no-untyped-call]

@@ -178,7 +178,7 @@ class History:
             self.version += 1
 
     def model_may_have_changed(self) -> None:
-        """What was predicted and measured before does not count any more: the next step begins a configuration."""
+        """Ignore earlier predictions and measurements from now on: the next step begins a configuration."""
         with self._lock:
             self.changed_after, self._changed_s = self.steps, self.now_s()
             self._forget_foreseen()

@@ -336,7 +336,7 @@ class Loading:
     def _put_in_place(
         self, source: Path, header: state_file.Header, rows: list[Row], settings: Settings, after_restart: bool
     ) -> None:
-        """What must not stop half way, because kernel and ranks would be apart."""
+        """Put the state in place; an interrupt must not stop this half way, or kernel and ranks would be apart."""
         info: WorkloadInfo = self._foreground.call("resume_apply", after_restart)[0]
         self._origin.resumed_from, self._origin.unrestored, self._origin.seed = source, None, header.seed
         self._origin.named = None if after_restart else source

@@ -157,7 +157,7 @@ class Record:
 
 
 def _hand_on(foretold: dict[str, Foretold], history: History) -> None:
-    """What was predicted holds for settings that go on under another number, after an interrupt or an error."""
+    """Keep predictions for settings that go on under another number after an interrupt or an error."""
     for before, after in pairwise(history.tried):
         known = foretold.get(_key(history, before))
         same = before.settings == after.settings and before.model_version == after.model_version

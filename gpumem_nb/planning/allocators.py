@@ -100,7 +100,7 @@ class AllocatorWhatIf(Report):
 
 
 def _helps(now: Prediction, one: Prediction) -> bool:
-    """Whether what may not fit as it is fits then, or may."""
+    """Return whether settings that may not fit now would fit, or might."""
     return now.verdict not in (FITS, one.verdict) and one.verdict != DOES_NOT_FIT
 
 

@@ -36,7 +36,7 @@ class Evaluation:
 
     @classmethod
     def of_ranks(cls, replies: Sequence[ChunkReply]) -> Evaluation | None:
-        """That of all ranks; ``None`` unless all of them evaluated."""
+        """Return the evaluation of all ranks; ``None`` unless all of them evaluated."""
         found = [reply.evaluated for reply in replies if reply.evaluated]
         if not found or len(found) < len(replies):
             return None

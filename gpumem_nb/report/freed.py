@@ -49,7 +49,7 @@ class FreeReport(Report):
 
     @property
     def _notes(self) -> list[str]:
-        """How to free what variables of cells hold."""
+        """Return sentences on how to free what variables of cells hold."""
         graphs = _by_rank([one.live.with_graph for one in self.freed])
         notes = [
             f"{name} keeps what its backward pass would need, on {name_ranks(of)}: make it under torch.no_grad(), or "
@@ -83,7 +83,7 @@ def _holders(one: Freed) -> str:
 
 
 def held_by_cells(live: LiveBytes) -> str:
-    """Which variables of cells hold much of a rank's memory, and what to type instead; empty if none does."""
+    """Return which variables of cells hold much of a rank's memory, and what to type instead; empty if none does."""
     named = live.notable
     if not named:
         return ""

@@ -160,7 +160,7 @@ class DiagnosisView:
             one.said.html = "<p>Changed. Train some steps and examine again to see the effect.</p>"
 
     def _tell(self, one: _Card) -> None:
-        """What was measured under the flip, beside what was predicted."""
+        """Say what was measured under the flip, beside what was predicted."""
         flip, now = one.finding.flip, self._session.history.now()
         assert flip
         rescue = self._session.history.rescue

@@ -185,7 +185,7 @@ def _collated_vary(collate: Collate, samples: list[Any]) -> bool:
 
 
 def _take_batch_size(stream: Stream, items: list[Any]) -> None:
-    """How many samples are in a micro-batch that came ready-made."""
+    """Take the number of samples from a micro-batch that came ready-made."""
     if stream.info.batched and (size := rows(items[0])):
         stream.info = dataclasses.replace(stream.info, batch_size=size)
 

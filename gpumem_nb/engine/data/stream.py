@@ -88,7 +88,7 @@ class Stream:
         """After a cell: refuse data that has become longer or shorter, of which the order of samples knows nothing."""
 
     def make_ready(self, batch_size: int, count: int, trial: bool = False) -> None:
-        """What the next step needs and must not begin within it, such as new processes."""
+        """Begin what the next step needs and must not begin within it, such as new processes."""
 
     def micro_batches(self, batch_size: int, count: int) -> Iterator[Any]:
         """The ``count`` collated micro-batches of this rank's next step. The position stays until :meth:`advance`."""

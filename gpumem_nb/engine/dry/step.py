@@ -93,7 +93,7 @@ class DryStep:
 
     @property
     def as_measured(self) -> bool:
-        """Whether the latest step was of the kind that was held against GPUs: in fp32, and nothing computed twice."""
+        """Return whether the latest step was of the kind measured on GPUs: in fp32, nothing computed twice."""
         return not (self._device.log.narrows or self._recomputed)
 
     @property

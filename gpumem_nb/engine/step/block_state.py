@@ -32,7 +32,7 @@ class BlockState:
         self._begin()
 
     def forget_after_cells(self) -> None:
-        """What was learned of the block says nothing once a cell has run, which may have changed anything."""
+        """Forget what was learned of the block: a cell has run, which may have changed anything."""
         if cells.ran() != self._cells:
             names = self.changing.names  # an export may ask for them before the next step
             self.python.let_go()

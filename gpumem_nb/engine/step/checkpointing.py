@@ -137,7 +137,7 @@ class Checkpointing:
 
     @property
     def changed(self) -> list[str] | None:
-        """What blocks change when they run, by name, but for statistics of batch norms; ``None`` before they ran."""
+        """Return what blocks change when they run, by name, except batch norm statistics; ``None`` before they ran."""
         if not self._entered:
             return None
         return [name for state in self._states for name in (*state.changing.names, *sorted(state.counted))]

@@ -143,7 +143,7 @@ def _taken(optimizer: Optimizer, scaler: GradScaler | None, clip_norm: float | N
 def timed_on_scratch(
     optimizer: Optimizer, implementation: str, scaler: GradScaler | None, clip_norm: float | None, device: Device
 ) -> float | None:
-    """How long an update takes in seconds, from some of a copy whose tensors are zeros; ``None`` without the room.
+    """Return the seconds of an update, timed on a copy whose tensors are zeros; ``None`` without the room.
 
     Args:
         optimizer: whose update it is; nothing of it is changed.

@@ -38,7 +38,7 @@ class GradientNorms:
         return ~torch.isfinite(loss) if self._found is None else ~torch.isfinite(loss) | self._found
 
     def failure(self, rank: int, parts: Parts) -> Failure | None:
-        """What is wrong with this rank's gradients, by name; ``None`` if nothing. Reading it waits for the device."""
+        """Return this rank's failure because of its gradients; ``None`` if all are finite. Waits for the device."""
         if self._found is None or not self._found:
             return None
         names = {id(param): name for name, param in parts.named_parameters()}

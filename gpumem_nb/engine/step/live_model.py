@@ -192,7 +192,7 @@ class LiveModel:
 
     @property
     def state_would_leave(self) -> bool:
-        """Whether the optimizer in use would give up its state; the workload's own one keeps it beside another's."""
+        """Return whether the optimizer in use would lose its state; the workload's own keeps it beside another's."""
         another = self._in_use not in (None, self.settings.optimizer)
         return another and self.optimizer is not self.own_optimizer
 

@@ -51,7 +51,7 @@ def from_torch(optimizer: Optimizer) -> bool:
 
 
 def beside_state(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer has that every optimizer does not, by name; nothing of torch's own, which make it again."""
+    """Return what only this optimizer has, by name; nothing for torch's own, which make it again."""
     if is_torchs(optimizer):
         return {}
     usual = vars(SGD([torch.zeros(1, device="cpu")], lr=0.1)).keys() | {"step"}  # which schedulers wrap

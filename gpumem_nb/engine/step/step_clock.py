@@ -67,7 +67,7 @@ class StepTimings:
         return self.marks[-1].began_s - self.marks[0].began_s
 
     def times(self) -> StepTimes | None:
-        """What each part took; on GPUs it waits until the device is done with the step, ``None`` if that fails."""
+        """Return the time of each part; on GPUs wait until the device is done with the step, ``None`` if that fails."""
         with suppress(RuntimeError):  # of CUDA; the steps count whether or not they could be timed
             laps = self._laps()
             hidden_s = None if self.marks[0].event else self._hidden_s(laps)

@@ -97,7 +97,7 @@ class UpdateTimes:
         return statistics.median(known) if len(known) > 1 else None
 
     def scaled(self, moved_bytes: int) -> float | None:
-        """How long one would take that goes through so many bytes, from the nearest that is known, in seconds."""
+        """Return the seconds of an update that goes through so many bytes, from the nearest known one."""
         known = [(abs(moved_bytes - bytes_), kind) for kind, bytes_ in self._moved_bytes.items()]
         if not known:
             return None

@@ -257,7 +257,7 @@ class Trainer:
             self._device.reset_peak()
 
     def _evaluates_now(self, chunk: Chunk) -> bool:
-        """Whether the model is evaluated after the latest step; the same on all ranks, which are at the same step."""
+        """Return whether to evaluate the model after the latest step; the same on all ranks."""
         return self.evaluator is not None and chunk.eval_every > 0 and self.steps % chunk.eval_every == 0
 
     def _evaluate(self, failure: Failure | None, settings_id: int) -> tuple[Evaluated | None, Failure | None]:

@@ -177,7 +177,7 @@ class Voting:
         return votes, failure
 
     def _overflow(self) -> Failure | None:
-        """What became too large for fp16 on its way: every rank has the same average, so all of them find the same."""
+        """Return what became too large for fp16 when it was sent: all ranks have the same average and find the same."""
         norms = GradientNorms(self._live.parameters)
         if not norms.nonfinite(torch.zeros((), dtype=torch.float32, device=self._device.torch_device), self._scaler):
             return None

@@ -51,7 +51,7 @@ class WeightWatch:
         self._asked = True
 
     def begin_anew(self) -> None:
-        """What is trained was overwritten: compare in the next step, and not with what was there before."""
+        """Note that the model was overwritten: compare in the next step, and not with what was there before."""
         self._asked, self._last = True, {}
 
     def begin(self) -> None:

@@ -125,7 +125,7 @@ class Checked:
         return optimizer
 
     def _state_for(self, path: Path, optimizer: Optimizer, saved: dict[str, Any]) -> Callable[[], None]:
-        """What puts the saved state into ``optimizer``; its tensors are allocated on the parameters' device by now."""
+        """Return a function that puts the saved state into ``optimizer``; its tensors are allocated by now."""
         what = f"{path} was saved with {saved['class']}"
         load = "Load or attach the workload with the same optimizer."
         if saved["class"] != type(optimizer).__name__:

@@ -26,7 +26,7 @@ def take_over(kernel: Any) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Where an interrupt raises ``KeyboardInterrupt``: the user's model, loss and data, and cells."""
+    """Let an interrupt raise ``KeyboardInterrupt`` inside: the user's model, loss and data, and cells."""
     global _interruptible
     _interruptible = True
     try:

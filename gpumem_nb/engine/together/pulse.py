@@ -145,7 +145,7 @@ _request: _Request | None = None
 
 
 def began_s() -> float:
-    """When the request that the main thread works on began, on ``time.monotonic``."""
+    """The begin of the main thread's request, on ``time.monotonic``."""
     return _request.began_s if _request else 0.0
 
 

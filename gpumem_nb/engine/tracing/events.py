@@ -70,7 +70,7 @@ def torch_events(profile: Iterable[Event], rank: int, window: tuple[float, float
 
 
 def horovod_events(activities: Iterable[Activity], ranks: int, window: tuple[float, float]) -> Iterator[Event]:
-    """What Horovod's timeline tells of what lies between two moments; its process comes after those of all ranks."""
+    """Yield the events of Horovod's timeline between two moments; its process comes after those of all ranks."""
     yield from _process(ranks, HOROVOD)
     numbers: dict[str, int] = {}
     inside = [one for one in activities if window[0] <= one.began_us and one.ended_us <= window[1]]

@@ -40,7 +40,7 @@ class Before:
 
     @property
     def was_missed(self) -> bool:
-        """Whether it may have been changed in place since, and cannot be put back."""
+        """Return whether it may have been changed in place since, and cannot be put back."""
         return self.content is None and self.was_changed
 
     def holds_other_content(self) -> bool:
@@ -55,7 +55,7 @@ class Before:
 
 @dataclass(slots=True)
 class _Known:
-    """The object bound to a name: its content as of ``version``, and how often it changed or the name was bound anew."""
+    """The object bound to a name: its content as of ``version``, and how often either changed."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -121,7 +121,7 @@ class Changing:
 
 
 def can_be_filled(tensor: Tensor) -> bool:
-    """Whether a tensor has content that can be copied and put back: an ordinary, dense one with memory of its own."""
+    """Return whether a tensor's content can be copied and put back: an ordinary, dense one with its own memory."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided

@@ -158,7 +158,7 @@ class Reachable:
             self.containers.append(value)
 
     def _function(self, function: FunctionType, depth: int) -> None:
-        """What a function remembers: closure, defaults, attributes; of a person's own also the globals that it uses."""
+        """Return what a function remembers: closure, defaults, attributes; if it is the user's, also its globals."""
         if _package(function) in _CLOSED and not hasattr(function, "criterion"):  # attach wraps a person's loss
             return
         for cell in function.__closure__ or ():
@@ -179,7 +179,7 @@ class Reachable:
                 self._place(function.__globals__, name, depth)
 
     def _class(self, kind: type) -> None:
-        """What instances share, such as a counter on the class, and what its forward reaches."""
+        """Return what instances share, such as a counter on the class, and what its forward reaches."""
         if id(kind) in self._seen or _package(kind) in _CLOSED or not _is_own(kind):
             return
         self._seen[id(kind)] = kind

@@ -27,7 +27,7 @@ _LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor a weight, to 
 
 
 class ForwardUndo:
-    """Undoes changes of a forward pass or a hook: buffers (batch norm's, for example), what Python keeps, random numbers.
+    """Undoes changes of a forward pass or a hook: buffers (such as batch norm's), Python state, random numbers.
 
     And ``weights``, if they are given. It holds until the next one is made of the same ``state``.
     """
@@ -92,7 +92,7 @@ class ForwardState:
         self._forget()
 
     def forget_after_cells(self) -> None:
-        """What was learned of a model says nothing once a cell has run, which may have changed anything."""
+        """Forget what was learned of a model: a cell has run, which may have changed anything."""
         if cells.ran() != self._cells:
             self.let_go()
 
@@ -256,7 +256,7 @@ class WrittenByForward:
 
 
 class UpdateUndo:
-    """Undoes changes of an update: weights, the optimizer's state, and what hooks before it do; copied to host memory."""
+    """Undoes an update: weights, the optimizer's state, and those of hooks before it; kept in host memory."""
 
     def __init__(self, params: Iterable[Tensor], optimizer: Optimizer, hooks: ForwardUndo | None = None) -> None:
         self._hooks = hooks

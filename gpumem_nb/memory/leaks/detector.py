@@ -94,7 +94,7 @@ class LeakDetector:
         return self._births if self._births and self._watched_steps < self._ends_after else nullcontext()
 
     def step_ended(self, sample: Sample, numbers: int) -> None:
-        """What a step measured, at whose end the trainer itself held this many losses and loss scales."""
+        """Take in a step's measurements; at its end the trainer itself held this many losses and loss scales."""
         if sample.settings_id != self._settings_id:
             self._settings_id = sample.settings_id
             self._growth.settle()

@@ -120,7 +120,7 @@ def contenders(measured: Sequence[Candidate], start: Settings) -> list[Candidate
 
 
 def fastest(measured: Sequence[Candidate]) -> Candidate | None:
-    """That with most samples/s among those with as many turns as any."""
+    """The entry with most samples/s among those with as many turns as any."""
     most = max((len(one.rates) for one in measured), default=0)
     # While a round goes on, settings that had no turn in it yet still take part.
     return max((one for one in measured if len(one.rates) >= most - 1), key=speed_of, default=None)

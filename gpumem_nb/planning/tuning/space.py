@@ -144,7 +144,7 @@ def _per_rank(present: Settings, ranks: int, global_batch: int | None) -> int:
 
 
 def _split_of(present: Settings, per_rank: int, workload: WorkloadInfo) -> dict[str, int]:
-    """That of so many samples which is nearest to the present one."""
+    """Return the split of so many samples that is nearest to the present one."""
     most = present.batch_size
     if workload.data.batched:
         if per_rank % most:

@@ -41,7 +41,7 @@ class Attempt:
 
     @classmethod
     def of(cls, rescue: Rescue | None, readings: Sequence[Reading | None]) -> Attempt | None:
-        """That of a step that ran out of memory, as far as the device said what was asked for and free."""
+        """Return that of a step that ran out of memory, if the device said what was asked for and free."""
         if rescue is None or rescue.failure.asked_bytes is None or rescue.failure.free_bytes is None:
             return None
         reading = readings[rescue.failure.rank]

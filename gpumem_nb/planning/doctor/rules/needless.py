@@ -106,7 +106,7 @@ def eager_attention(evidence: Evidence) -> Finding | None:
 
 
 def _peak(evidence: Evidence, rank: OnRank) -> int | None:
-    """What the rank's steps came to; before one was done under these settings, what is predicted of them."""
+    """Return the peak of the rank's steps; before one was done under these settings, the predicted one."""
     return rank.live_peak_bytes or (evidence.needs.live_peak_bytes if evidence.needs else None)
 
 

@@ -70,7 +70,7 @@ def larger(evidence: Evidence) -> Changes:
 
 
 def without_checkpointing(evidence: Evidence) -> Changes:
-    """What keeps all activations, where that is worth asking about; empty where it is not."""
+    """Return the change that keeps all activations, if it is worth asking about; else nothing."""
     now = evidence.now
     if now is None or now.steps < FEWEST_STEPS or evidence.needs is None or not _timed_fairly(evidence):
         return {}
@@ -80,7 +80,7 @@ def without_checkpointing(evidence: Evidence) -> Changes:
 
 
 def _timed_fairly(evidence: Evidence) -> bool:
-    """Whether a few steps tell how fast others are.
+    """Return whether a few steps tell how fast others are.
 
     Those that share their cores with other programs do not, nor do some that wait for no worker where workers do not
     keep up.
