@@ -20,7 +20,7 @@ from gpumem_nb.shared.messages import Chunk, ChunkReply
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.unit.test_one_rank import alone as alone
-from tests.unit.test_one_rank import loss, rows, stream
+from tests.unit.test_one_rank import loss, rows, stream, tried
 
 OWN = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
 ONES = torch.ones(2, 4)
@@ -115,7 +115,7 @@ def test_a_model_of_any_type_is_trained_as_torch_alone_trains_it(kind: str) -> N
     ours, plain = twins(MODELS[kind])
     trainer = attached(ours, optimizer=SGD(ours.parameters(), lr=0.1, momentum=0.9))
     trainer.run(Chunk(OWN, 1, 1))
-    trainer.run(Chunk(OWN.replace(batch_size=4), 2, 1, trial=True))
+    assert tried(trainer, OWN.replace(batch_size=4)) is None
     assert trainer.run(Chunk(OWN, 1, 2)).failure is None
     plainly(plain, 3, momentum=0.9)
     for name, tensor in plain.state_dict().items():
@@ -217,8 +217,8 @@ def test_trials_leave_no_trace_in_the_state_that_an_optimizer_shares_with_the_on
     ours, plain = twins(linear)
     wrapper = Wrapper(Adam(ours.parameters(), lr=0.1))
     trainer = attached(ours, lambda model, batch: loss(model, [ONES]), wrapper)
-    for number in range(trials):
-        assert trainer.run(Chunk(OWN, 100 + number, 1, trial=True)).failure is None
+    for _ in range(trials):
+        assert tried(trainer, OWN) is None
     assert not wrapper.inner.state
     trainer.run(Chunk(OWN, 1, 3))
     optimizer = Adam(plain.parameters(), lr=0.1)
@@ -383,8 +383,7 @@ def test_batch_norm_that_a_cell_synchronises_is_refused() -> None:
     assert "SyncBatchNorm (1) averages over torch.distributed" in told(one.run(Chunk(Settings(batch_size=4), 1, 1)))
 
 
-@pytest.mark.parametrize("trial_id", [-1, -2, -3, -4])
-def test_a_trial_is_of_its_own_settings_whatever_was_half_applied_before(trial_id: int) -> None:
+def test_a_trial_is_of_its_own_settings_whatever_was_half_applied_before() -> None:
     sizes = SimpleQueue[int]()  # a list would be put back
 
     def seen(model: Any, batch: Any) -> Any:
@@ -394,7 +393,7 @@ def test_a_trial_is_of_its_own_settings_whatever_was_half_applied_before(trial_i
     one = attached(nn.Linear(4, 1), seen)
     assert one.run(Chunk(Settings(batch_size=4), 1, 1)).failure is None
     assert one.run(Chunk(Settings(batch_size=4, checkpointing="blocks"), 2, 1)).failure  # it has no blocks
-    assert one.run(Chunk(Settings(batch_size=2), trial_id, 1, trial=True)).failure is None
+    assert tried(one, Settings(batch_size=2)) is None
     assert one.run(Chunk(Settings(batch_size=4), 3, 1)).failure is None
     assert [sizes.get_nowait() for _ in range(sizes.qsize())] == [4, 2, 4]
     assert one.live.settings == Settings(batch_size=4)

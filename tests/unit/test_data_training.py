@@ -23,6 +23,7 @@ from gpumem_nb.shared.messages import Chunk, ChunkReply
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.unit.test_one_rank import alone as alone
+from tests.unit.test_one_rank import tried
 
 
 class Augmented(Dataset[Tensor]):
@@ -81,7 +82,7 @@ def test_losses_do_not_depend_on_workers_flips_trials_or_undone_steps(make: Any)
     for settings_id, workers in enumerate((0, 2, 1, 0, 2), 1):
         settings = plain.replace(num_workers=workers)
         found += losses(trained(trainer, settings, settings_id, 2, ledger_steps=1))
-        trained(trainer, settings.replace(batch_size=5), 100 + settings_id, 1, trial=True)
+        assert tried(trainer, settings.replace(batch_size=5)) is None
         trainer.record()
     found += losses(trained(trainer, plain, 6, 4))
     assert found == expected
@@ -113,7 +114,7 @@ def test_an_iterable_has_no_length_and_no_workers(make: Any) -> None:
     expected = losses(trained(make(Endless()), settings, 1, 4))
     trainer = make(Endless())
     found = losses(trained(trainer, settings, 1, 2))
-    trained(trainer, settings.replace(batch_size=50), 2, 1, trial=True)
+    assert tried(trainer, settings.replace(batch_size=50)) is None
     trainer.record()
     assert found + losses(trained(trainer, settings, 1, 2)) == expected
 

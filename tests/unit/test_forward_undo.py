@@ -30,7 +30,7 @@ from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard
 from tests.unit.test_one_rank import alone as alone  # a fixture
 from tests.unit.test_one_rank import loss as mean_square
-from tests.unit.test_one_rank import rows, stream
+from tests.unit.test_one_rank import rows, stream, tried
 
 WIDTH = 4
 losses_seen = 0
@@ -185,7 +185,7 @@ def test_a_trial_leaves_no_trace_in_hooks() -> None:
     settings = Settings(batch_size=2)
     assert trainer.run(Chunk(settings, 1, 2)).failure is None
     before = everything(net, average, seen)
-    assert trainer.run(Chunk(settings.replace(batch_size=4, checkpointing="blocks"), 2, 1, trial=True)).failure is None
+    assert tried(trainer, settings.replace(batch_size=4, checkpointing="blocks")) is None
     assert everything(net, average, seen) == before
     assert trainer.run(Chunk(settings, 1, 1)).failure is None
     assert average.updates == 3

@@ -21,7 +21,7 @@ from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.unit.test_one_rank import alone as alone
-from tests.unit.test_one_rank import loss, rows, stream
+from tests.unit.test_one_rank import loss, rows, stream, tried
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "warm-up from 0": lambda own: lr_scheduler.LambdaLR(own, lambda step: min(1.0, step / 4)),
@@ -65,16 +65,17 @@ class Bench:
         workload = attached(names | ({"scheduler": "sched"} if self.scheduler else {}), objects)
         return Trainer(workload, stream(), opened(), time.time())
 
-    def train(self, steps: int, trial: bool = False, **knobs: Any) -> list[float | None]:
+    def train(self, steps: int, **knobs: Any) -> list[float | None]:
         """Train under these knobs too; returns the rates of the steps, as samples have them."""
         before, self.settings = self.settings, self.settings.replace(**knobs)
-        self.ids += self.settings != before or not self.ids or trial
-        reply = self.trainer.run(Chunk(self.settings, self.ids, steps, trial=trial))
-        if trial:
-            self.settings = before
-        else:
-            assert reply.failure is None
+        self.ids += self.settings != before or not self.ids
+        reply = self.trainer.run(Chunk(self.settings, self.ids, steps))
+        assert reply.failure is None
         return [sample.learning_rate for sample in reply.samples]
+
+    def ask(self, **knobs: Any) -> None:
+        """Take a step under these knobs and undo it."""
+        assert tried(self.trainer, self.settings.replace(**knobs)) is None
 
     def train_plainly(self, steps: int) -> list[float]:
         """The same with torch alone."""
@@ -121,7 +122,7 @@ def test_a_scheduler_goes_on_as_in_a_plain_loop_whatever_is_flipped(kind: str) -
 def test_a_scheduler_does_not_advance_in_steps_that_are_undone() -> None:
     bench = Bench(SCHEDULERS["cosine"])
     bench.train(2)
-    bench.train(1, trial=True, learning_rate=0.5, batch_size=4)
+    bench.ask(learning_rate=0.5, batch_size=4)
     assert bench.trainer.record() is not None
     bench.train(2)
     bench.train_plainly(4)

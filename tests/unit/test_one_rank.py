@@ -16,12 +16,13 @@ from gpumem_nb.engine import building, cells
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.step.trials import NO_CONFIGURATION
 from gpumem_nb.engine.together.interrupts import held_back, take_over
 from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register
 from gpumem_nb.shared.knobs.option import whole
-from gpumem_nb.shared.messages import Chunk, Sample
+from gpumem_nb.shared.messages import Chunk, Failure, Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard, overheard
@@ -67,6 +68,13 @@ def stream() -> ShardedStream:
 @pytest.fixture
 def trainer(device: Device) -> Trainer:
     return Trainer(workload(), stream(), device, time.time())
+
+
+def tried(trainer: Trainer, settings: Settings) -> Failure | None:
+    """Take a step under other settings and undo it, as questions do."""
+    chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
+    with trainer.aside(settings), trainer.trying(chunk) as why_not:
+        return trainer.try_step(why_not, chunk).failure
 
 
 def hooks(model: nn.Module) -> int:

@@ -22,7 +22,7 @@ from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard
 from tests.unit.test_one_rank import alone as alone  # a fixture
-from tests.unit.test_one_rank import loss, rows, stream
+from tests.unit.test_one_rank import loss, rows, stream, tried
 
 pytestmark = pytest.mark.usefixtures("alone")
 MIB = 2**20
@@ -160,7 +160,7 @@ def test_no_question_copies_weights_or_state(gpu: VirtualGPU, ask: str, monkeypa
 
         assert trained.look_into_step(Looks()) is None
     else:
-        assert trained.run(Chunk(other, 2, 1, trial=True)).failure is None
+        assert tried(trained, other) is None
     assert everything(trained) == before
 
 

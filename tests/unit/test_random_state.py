@@ -19,7 +19,7 @@ from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
-from tests.unit.test_one_rank import alone
+from tests.unit.test_one_rank import alone, tried
 
 __all__ = ["alone"]
 
@@ -85,7 +85,7 @@ def test_a_recorded_step_and_a_trial_move_neither() -> None:
     expected = draws()
     seed_all(3)
     disturbed.record()
-    disturbed.run(Chunk(Settings(batch_size=8), 2, 1, trial=True))
+    assert tried(disturbed, Settings(batch_size=8)) is None
     assert draws() == expected
     assert seen + losses(disturbed, 2) == undisturbed
 

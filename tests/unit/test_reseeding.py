@@ -17,6 +17,7 @@ from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.unit.test_one_rank import alone as alone
+from tests.unit.test_one_rank import tried
 
 
 class Noise(IterableDataset[Tensor]):
@@ -37,7 +38,7 @@ def test_samples_that_were_read_for_a_step_that_was_undone_are_not_those_of_the_
         stream = source_of(Noise()).stream(0, 1, seed=5)
         trainer = Trainer(Workload("noise", lambda: nn.Linear(4, 4), Noise, loss), stream, opened(), time.time())
         if trials:
-            trainer.run(Chunk(settings, 1, 1, trial=True))
+            assert tried(trainer, settings) is None
         assert trainer.reseed(7)
         assert trainer.run(Chunk(settings, 2, 1)).failure is None
     of_the_seed, of_the_trial, again = (seen.get() for _ in range(3))

@@ -158,8 +158,8 @@ def test_steps_that_are_undone_are_no_steps_of_the_schedule() -> None:
     quiet, disturbed = Bench(), Bench()
     for bench in (quiet, disturbed):
         bench.train(3, lr_schedule="cosine", schedule_steps=20, warmup_steps=2)
-    disturbed.train(1, trial=True, learning_rate=0.5, batch_size=4)
-    disturbed.train(1, trial=True, lr_schedule="linear", warmup_steps=7)
+    disturbed.ask(learning_rate=0.5, batch_size=4)
+    disturbed.ask(lr_schedule="linear", warmup_steps=7)
     assert disturbed.trainer.record() is not None
     disturbed.train(0, warmup_steps=0)
     disturbed.train(0, lr_schedule="constant")

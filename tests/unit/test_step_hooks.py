@@ -19,7 +19,7 @@ from gpumem_nb.shared.messages import Chunk, ChunkReply
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.unit.test_one_rank import alone as alone
-from tests.unit.test_one_rank import loss, rows, stream
+from tests.unit.test_one_rank import loss, rows, stream, tried
 
 SETTINGS = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
 
@@ -90,7 +90,7 @@ def test_no_hooks_run_in_trials_and_recorded_steps(own: Optimizer, ran: list[str
     trainer = trained_with(own)
     trainer.run(Chunk(SETTINGS, 1, 1))
     ran.clear()
-    trainer.run(Chunk(SETTINGS.replace(batch_size=4), 2, 1, trial=True))
+    assert tried(trainer, SETTINGS.replace(batch_size=4)) is None
     assert trainer.record() is not None
     assert not ran
     assert trainer.run(Chunk(SETTINGS, 1, 1)).failure is None

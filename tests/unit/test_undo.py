@@ -25,7 +25,7 @@ from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.unit.test_one_rank import alone as alone  # a fixture
-from tests.unit.test_one_rank import loss, rows, stream
+from tests.unit.test_one_rank import loss, rows, stream, tried
 
 WIDTH = 4
 LARGE = SMALL_BYTES // 4 + 1
@@ -214,7 +214,7 @@ def test_a_step_that_could_not_be_put_back_as_a_whole_is_told_of_and_leaves_the_
     trainer = Trainer(Workload("refusing", lambda: net, rows, loss), stream(), opened(), time.time())
     settings = Settings(batch_size=2)
     before = [param.detach().clone() for param in net.parameters()]
-    trainer.run(Chunk(settings.replace(batch_size=4), 1, 1, trial=True))
+    assert tried(trainer, settings.replace(batch_size=4)) is None
     assert all(map(torch.equal, net.parameters(), before))
     reply = trainer.run(Chunk(settings, 2, 1))
     assert reply.failure is not None
@@ -360,8 +360,10 @@ def test_a_large_weight_that_forward_writes_is_put_back_or_told_of(before: str) 
         cells.one_more()
     held = net.table.detach().clone()
     net.wrong = True
-    reply = trainer.run(Chunk(settings.replace(batch_size=4), 2, 1, trial=before == "a question"))
-    assert reply.failure is not None
+    if before == "a question":
+        assert tried(trainer, settings.replace(batch_size=4)) is not None
+    else:
+        assert trainer.run(Chunk(settings.replace(batch_size=4), 2, 1)).failure is not None
     net.wrong = False
     if torch.equal(net.table, held):
         assert before == "a later step"

@@ -173,7 +173,7 @@ class Trainer:
         if chunk.settings_id == self._failed_id:
             return ChunkReply(self.stream.rank, (), self._device.reading())
         with self.drawing():
-            return self._try_out(chunk) if chunk.trial else self._train(chunk)
+            return self._train(chunk)
 
     def _train(self, chunk: Chunk) -> ChunkReply:
         nudge.catch_up(chunk.nudges)
@@ -286,12 +286,6 @@ class Trainer:
                 return self.try_step(failure, chunk).failure
         finally:
             self.stepper.looks = Looks()
-
-    def _try_out(self, chunk: Chunk) -> ChunkReply:
-        """Take one step under other settings, undone on all ranks: do forward and backward fit, and at what peak?"""
-        with leaving_no_cache(self._device), self.trying(chunk) as failure:
-            outcome, sample = self._step(failure, chunk)
-        return ChunkReply(self.stream.rank, (sample,), self._device.reading(), outcome.failure)
 
     @contextmanager
     def trying(self, chunk: Chunk) -> Iterator[Failure | None]:
