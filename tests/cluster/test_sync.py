@@ -153,7 +153,7 @@ def test_what_cannot_be_checked_is_refused(loop: Session, shell: InteractiveShel
     with pytest.raises(WorkloadError, match="is not a model"):
         loop.check_sync("loader")
     loop.run("once = iter([1, 2])")
-    with pytest.raises(WorkloadError, match="iterated once only"):
+    with pytest.raises(WorkloadError, match="iterated only once"):
         loop.check_sync("net", "once")
     with pytest.raises(UsageError, match="are checked with --sync"):
         shell.run_line_magic("hvd_check", "model=net")
