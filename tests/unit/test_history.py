@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.kernel.history import History
+from gpumem_nb.kernel.history import Entry, History
+from gpumem_nb.report.configurations import Tried
 from gpumem_nb.shared.messages import Ledger, Reading, Sample
 from gpumem_nb.shared.settings import Settings
 
@@ -77,3 +78,13 @@ def test_settings_that_go_on_under_another_number_keep_their_figures() -> None:
     now = history.now()
     assert now
     assert (now.settings_id, now.steps) == (3, 0)
+
+
+def test_logs_are_told_once_more_what_trains_when_autotune_has_ended() -> None:
+    told: list[Entry] = []
+    history = History(1, told.append)
+    history.begin(1, "w", Settings())
+    history.tries(2, "w", Settings(bucket_mib=4.0))
+    history.autotune_ended("None of 1 other settings was clearly faster.")
+    configurations = [entry.what for entry in told if isinstance(entry.what, Tried)]
+    assert [one.settings_id for one in configurations] == [1, 2, 1]
