@@ -121,6 +121,8 @@ class Rescue:
             found = f"Tried out on the ranks, only these would have fit, barely: {'; '.join(self._flips_to(barely))}."
             return self._and_cause(f"{found}{self._command(barely[-1])}")
         larger = "Use a smaller model or a larger limit."
+        if not self.trials and self.now not in (None, self.settings):
+            return self.failure.sample  # what training went back to fits
         if not self.trials:
             return self._and_cause(larger)
         tried = [typed(self.settings, trial.settings) for trial in self.trials]

@@ -181,3 +181,11 @@ def test_what_was_predicted_to_fit_is_named_until_a_trial_has_said_so() -> None:
         one.next()
         one.learn(OUT)
     assert rescue.advice == "What would have fit is being tried out on the ranks."
+
+
+def test_where_nothing_was_tried_out_what_training_went_back_to_is_advice_enough() -> None:
+    failure = Failure(1, "oom", "forward", "out of memory", asked_bytes=10, free_bytes=1)
+    stopped = Rescue(failure, 5, Settings(batch_size=64), did="training stopped", now=Settings(batch_size=64))
+    assert stopped.advice == "Use a smaller model or a larger limit."
+    went_back = Rescue(failure, 5, Settings(batch_size=64), did="training went back to batch_size=32", now=Settings())
+    assert went_back.advice == ""
