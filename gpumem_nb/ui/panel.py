@@ -179,7 +179,7 @@ class Panel:
         pause_s = 0.0
         while not self._closing.wait(pause_s):
             began = time.thread_time()
-            with self._refreshing:  # nobody shows another session meanwhile, or this one once more
+            with self._refreshing:  # no other thread shows a session meanwhile
                 if self._watcher is not threading.current_thread():
                     return
                 ended = bool(session.ended)

@@ -90,7 +90,10 @@ def test_a_difference_reads_as_typed_as_arrows_and_short() -> None:
         ({}, "keeps the mathematics"),
         ({"checkpointing": "sqrt", "num_workers": 2, "schedule_steps": 9}, "keeps the mathematics"),
         ({"checkpointing": "sqrt", "optimizer_impl": "fused"}, "keeps the mathematics to rounding"),
-        ({"batch_size": 8, "accumulation_steps": 4}, "keeps the mathematics to rounding"),
+        (
+            {"batch_size": 8, "accumulation_steps": 4},
+            "keeps the mathematics to rounding if the loss is a mean over samples",
+        ),
         ({"batch_size": 8}, "changes the mathematics (batch_size)"),
         ({"checkpointing": "sqrt", "precision": "bf16"}, "changes the mathematics (precision)"),
         ({"optimizer": "sgd", "batch_size": 2}, "changes the mathematics (batch_size, optimizer)"),
