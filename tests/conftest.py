@@ -107,6 +107,7 @@ def put_back(session: Session) -> bool:
         session.pause()
         session.set(**Policy().as_dict())
         session.run(internals.run_unrecorded, internals.put_back(_names), timeout=HANG_S)
+        internals.forget_cells(session)
         session.seed(DEFAULT_SEED)
         load_afresh(session)
     except (GpumemError, TimeoutError):  # they have ended, or a test that failed has left them as they are

@@ -23,6 +23,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared import cluster_records
 from gpumem_nb.shared.messages import RankInfo
 from gpumem_nb.shared.processes import Identity
+from gpumem_nb.shared.seeds import DEFAULT_SEED
 
 # Sessions -------------------------------------------------------------------------------------------------------------
 
@@ -243,6 +244,11 @@ def after_each_step(note):
 
 run_unrecorded = eval("lambda code: exec(code, __import__('gpumem_nb.engine.rank', fromlist=['rank']).namespace())")
 """Runs code among a rank's variables, but as a function does: an export knows nothing of it."""
+
+
+def forget_cells(session: Session) -> None:
+    """Let exports know that nothing is left on the ranks of what cells have defined."""
+    session._life._cells.started(DEFAULT_SEED)
 
 
 def put_back(names: Iterable[str]) -> str:

@@ -81,7 +81,7 @@ def test_a_flip_that_mends_is_predicted_and_measured_when_it_is_taken(patient: S
     scored = patient.score().scored[-1]
     assert scored.error == pytest.approx(0, abs=0.02)
     assert f"predicted a live peak of {_mib(scored.predicted.live_peak_bytes)}" in after.came
-    assert f"came {_mib(scored.came.peak_bytes)}" in after.came
+    assert f"measured {_mib(scored.came.peak_bytes)}" in after.came
 
 
 def _mib(size: int | None) -> str:
