@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..internals.fake_internals import in_fake_mode
 from .copies import host_copy
 
 
@@ -32,8 +33,9 @@ class RandomState:
     @classmethod
     def take(cls, slow: bool = True) -> RandomState:
         """Note where they stand now; those of Python and NumPy only if ``slow``."""
+        state = torch.get_rng_state()
         return cls(
-            torch=host_copy(torch.get_rng_state()),
+            torch=state if in_fake_mode() else host_copy(state),  # of which the virtual GPU counts nothing
             cuda=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
             python=random.getstate() if slow else None,
             numpy=np.random.get_state() if slow else None,

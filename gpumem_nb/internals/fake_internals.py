@@ -32,6 +32,11 @@ def stand_in(mode: Any, tensor: Tensor) -> Tensor | None:
     return None if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
+def in_fake_mode() -> bool:
+    """Return whether new tensors have no memory now."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def copied_as_fake(mode: Any) -> AbstractContextManager[Any]:
     """Inside, ``copy.deepcopy`` makes fake tensors of the tensors that it meets."""
     from torch._subclasses.fake_tensor import FakeCopyMode
