@@ -6,6 +6,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -79,6 +80,7 @@ def attempt(at: int) -> tuple[nn.Sequential, bool]:
     return model, interrupter.seen < at
 
 
+@pytest.mark.full
 def test_an_interrupt_at_any_moment_of_a_step_leaves_nothing_behind() -> None:
     expected = after_two_steps(make())
     assert attempt(sys.maxsize)[1]  # what torch imports on its first way through is no moment of a step

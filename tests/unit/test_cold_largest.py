@@ -121,6 +121,7 @@ def test_a_process_that_crashes_while_it_ends_has_answered() -> None:
     assert all(found.largest.values())
 
 
+@pytest.mark.full
 def test_what_grows_with_the_square_of_the_batch_fits_where_it_is_said_to() -> None:
     """As the scores of CLIP and SimCLR, of each sample with each other."""
 
@@ -134,6 +135,7 @@ def test_what_grows_with_the_square_of_the_batch_fits_where_it_is_said_to() -> N
     check_largest(found, loss, "A100-40GB")
 
 
+@pytest.mark.full
 def test_a_loss_that_loops_over_samples_has_a_largest_batch_that_fits() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         wide = batch.unsqueeze(1).expand(-1, 2**18, -1)

@@ -141,6 +141,7 @@ def test_seven_billion_parameters_take_no_memory_here(monkeypatch: pytest.Monkey
     assert answers[0].peak_rss_bytes < 2 * 2**30  # in which not even a tenth of the weights would have room
 
 
+@pytest.mark.full
 def test_which_gpu_fits_and_with_which_batch() -> None:
     options: dict[str, Any] = {"width": 1024, "depth": 4, "heads": 16, "sequence_length": 512, "dropout": 0.1}
     found = gm.predict("text-gpt", gpu="T4-16GB, b200-180gb", batch_size=200, **options)
@@ -176,6 +177,7 @@ def mean_square(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="by its formula before torch 2.9")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_rms_norm_keeps_what_a_fused_kernel_does(precision: str) -> None:
