@@ -12,7 +12,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import TrainingFailed
 from tests.cluster.test_prediction import OWN
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.full]
 
 # From 300 samples on it keeps a table of all pairs, which no small step shows.
 PAIRS = """
@@ -43,6 +43,12 @@ flipped = Flipped()
 net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
 def loss(model, batch): return model(batch).square().mean()
 """
+
+
+@pytest.fixture(autouse=True)
+def room(two_ranks: Session) -> None:
+    """Free what the tests before hold on the ranks, whose limit these tests come close to."""
+    two_ranks.run("for name in ('pairs', 'flipped', 'wide', 'mixed', 'images', 'net'): globals().pop(name, None)")
 
 
 @pytest.fixture

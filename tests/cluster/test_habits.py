@@ -126,6 +126,7 @@ def test_children_read_an_empty_standard_input(two_ranks: Session) -> None:
     assert two_ranks.run(cell, timeout=HANG_S) == [1, 1]
 
 
+@pytest.mark.full
 def test_children_end_as_those_of_a_plain_process(two_ranks: Session) -> None:
     ended = """
 import multiprocessing as mp, os, signal, time
@@ -248,6 +249,7 @@ def test_a_defining_cell_that_runs_again_without_attach_is_told_at_once(two_rank
 # What a cell shows ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_cell_shows_what_it_shows_in_a_notebook(
     two_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:

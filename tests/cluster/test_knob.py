@@ -30,6 +30,7 @@ def test_a_throw_away_knob_works_everywhere(two_ranks: Session, fresh: Callable[
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     register(knob)
     session.run(lambda: register(knob))
+    session.panel().close()  # one that is open was made before the knob
     panel = session.panel()
     try:
         controls = {w.description: w for w in widgets_in(panel.view) if hasattr(w, "description")}

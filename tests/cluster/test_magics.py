@@ -72,7 +72,7 @@ def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: 
     run(shell, "%hvd_set batch_size=8 accumulation_steps=2 checkpointing=blocks")
     changes = "checkpointing none → blocks, batch_size 16 → 8, accumulation_steps 1 → 2"
     told, printed = capsys.readouterr().out.splitlines()[-2:]
-    assert told == "This keeps the mathematics to rounding."
+    assert told == "This keeps the mathematics to rounding if the loss is a mean over samples."
     assert sorted(printed.split(", ")) == sorted(changes.split(", "))
     run(shell, "%hvd_set batch_size=8")
     assert capsys.readouterr().out == "No change: already set.\n"

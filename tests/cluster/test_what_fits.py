@@ -13,7 +13,7 @@ from gpumem_nb.shared.errors import InvalidInput, NotThisTime
 from tests.cluster.test_ledger import STATE
 from tests.cluster.test_tuning import DIGITS
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.full]
 # Flips make tensors now and then, which lie in the memory of a virtual GPU: of such steps less is known.
 FLIPPED = """
 import random, torch
