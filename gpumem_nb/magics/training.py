@@ -8,6 +8,7 @@ from typing import Any
 
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
 from ..completion import Offered
 from ..report.differences import arrows, mathematics
@@ -104,18 +105,19 @@ class TrainingMagics(Magics):
     @says_usage
     def hvd_runs(self, line: str) -> Any:
         """Show every configuration tried, side by side; in a notebook a click on a heading sorts."""
-        args, session = parse_argstring(self.hvd_runs, line), latest()
+        before, _, rest = line.partition("--note ")  # argparse would read a "--" in the words as its own
+        args, session, note = parse_argstring(self.hvd_runs, before), latest(), arg_split(rest)
         if args.compare and args.export:
             raise InvalidInput("--export writes all runs, not a comparison: use --compare and --export one by one.")
         if args.pin or args.unpin:
             session.pin(args.pin)
         if args.load:
             print(session.load_runs(unquoted(args.load)))
-        if args.note and len(args.note) == 1:
-            run = session.runs[_number(args.note[0])]
+        if len(note) == 1:
+            run = session.runs[_number(note[0])]
             return print(run.note or f"There is no note on run {run.number}.")
-        if args.note:
-            session.runs.note(_number(args.note[0]), " ".join(map(unquoted, args.note[1:])))
+        if note:
+            session.runs.note(_number(note[0]), " ".join(map(unquoted, note[1:])))
         if args.compare:
             return session.runs.compare(*args.compare)
         if args.export:
