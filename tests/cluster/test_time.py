@@ -83,6 +83,7 @@ def test_what_is_planted_is_found_in_its_part_of_its_rank(own: Session, part: st
     assert "Rank 1 is slowest, others wait" in str(own.time())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("part", "ranks", "cause", "words", "changes"),
     [
