@@ -263,6 +263,7 @@ def test_an_interrupted_resume_is_done_or_not_begun(
     assert session.history.steps == 4
 
 
+@pytest.mark.full
 def test_a_resume_that_is_interrupted_while_training_pauses_holds_nothing_of_the_file(
     two_ranks: Session, tmp_path: Path
 ) -> None:
