@@ -98,7 +98,7 @@ PROMISES: tuple[Callable[[Communicator], None], ...] = (
 
 
 def who_leaves_ends_the_wait_of_the_others_and_all_join_again(link: Communicator) -> None:
-    """Of links between several ranks; one by itself has nobody to leave."""
+    """Promises of links between several ranks; a single rank has no others to leave."""
     last = link.rank == link.size - 1
     if last:
         link.leave("promise")

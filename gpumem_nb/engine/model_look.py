@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from ..memory.tensors import tensors_in
 from ..shared.messages import Chunk
 from ..shared.questions import InputFacts, ModelFacts, TensorTotal
 from .link.communicator import here
+from .step.modes import evaluating
 from .step.step import Looks
 from .step.trials import NO_CONFIGURATION
 
@@ -83,7 +84,7 @@ def splits_to_mean(trainer: Trainer) -> bool | None:
         chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
         trainer.stepper.looks = Looks(gradients=lambda: seen.append(_gradients(live.parameters)))
         try:
-            with trainer.aside(settings), trainer.trying(chunk) as why_not, _evaluating(live.parts.modules()):
+            with trainer.aside(settings), trainer.trying(chunk) as why_not, evaluating(live.parts.modules()):
                 failed = trainer.try_step(why_not, chunk).failure is not None
         finally:
             trainer.stepper.looks = Looks()
@@ -116,18 +117,6 @@ def _alike(one: list[tuple[float, float]], other: list[tuple[float, float]], rou
         for (norm, along), (norm_b, along_b) in zip(one, other, strict=True)
         for a, b in ((norm, norm_b), (along, along_b))
     )
-
-
-@contextmanager
-def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    modes = [(module, module.training) for module in modules]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _held(sizes: Iterable[tuple[str, int]]) -> TensorTotal:

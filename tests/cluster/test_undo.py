@@ -1,4 +1,4 @@
-"""What is put aside and brought back leaves training as it would have been, and whoever asks changes nothing."""
+"""Undoing and questions leave training exactly as it would have been without them."""
 
 from __future__ import annotations
 

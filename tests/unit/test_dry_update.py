@@ -22,7 +22,7 @@ Build = Callable[[list[Tensor]], Optimizer]
 
 
 class Replacing(Optimizer):
-    """Somebody's own, which makes its state and its weights anew with each update and counts updates in Python."""
+    """An optimizer of the user's that replaces its state and weights in each update and counts updates in Python."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -38,7 +38,7 @@ class Replacing(Optimizer):
 
 
 class Around(Optimizer):
-    """Somebody's own around another one, whose groups and state it shares; it makes a slow copy at every third."""
+    """An optimizer of the user's that wraps another, shares its groups and state, and copies weights each third step."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner, self.counted = inner, torch.zeros(())
@@ -55,7 +55,7 @@ class Around(Optimizer):
 
 
 class Deciding(Optimizer):
-    """Somebody's own that looks at gradients before it decides."""
+    """An optimizer of the user's that reads gradients before it decides."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"lr": 0.1})

@@ -30,7 +30,7 @@ FEW = 64  # bytes: single numbers
 
 
 class Deciding(SGD):
-    """Somebody's own that looks at gradients before it decides."""
+    """An optimizer of the user's that reads gradients before it decides."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -41,7 +41,7 @@ class Deciding(SGD):
 
 
 class Counting(SGD):
-    """Somebody's own that keeps count in itself from its first update on, and on its class, and draws noise."""
+    """An optimizer of the user's that counts updates in itself and on its class, and draws noise."""
 
     updates, decides = 0, False
 
@@ -182,7 +182,7 @@ def test_an_update_that_cannot_be_foreseen_is_taken_and_undone_and_that_is_said(
 
 
 class Closing(SGD):
-    """Somebody's own that holds a function which refers to itself."""
+    """An optimizer of the user's that holds a function which refers to the optimizer."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)

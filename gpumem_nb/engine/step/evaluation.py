@@ -26,6 +26,7 @@ from ..undo.step_undo import ForwardState, ForwardUndo, KeptWeights
 from .ambient import Ambient
 from .failures import failure_of
 from .live_model import LiveModel
+from .modes import evaluating
 from .own_loss import micro_batches
 from .parts import as_given
 from .precision import autocast
@@ -152,19 +153,14 @@ def left_as_it_was(
 ) -> Iterator[None]:
     """All of these in eval mode inside; modes, weights, buffers, what forward keeps and random numbers as before.
 
-    Modes are set module by module and not by ``eval()``, which some models use to change their weights. ``written`` are
-    the large weights that earlier evaluations turned out to write; it gets those of this one.
+    ``written`` are the large weights that earlier evaluations turned out to write; it gets those of this one.
     """
-    modes = [(module, module.training) for module in modules]
     kept = KeptWeights.before_forward(live.parameters, live.parts.parameters(), written=written)
     before = ForwardUndo(forward, kept)
     try:
-        for module, _ in modes:
-            module.training = False
-        yield
+        with evaluating(modules):
+            yield
     finally:
-        for module, training in modes:
-            module.training = training
         try:
             before.undo()
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -55,3 +55,16 @@ class Modes:
 
     def _taken(self) -> dict[nn.Module, bool]:
         return {module: module.training for module in self._root.modules()}
+
+
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have modules in evaluation mode inside, one by one: some models change their weights in ``eval()``."""
+    modes = [(module, module.training) for module in modules]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
