@@ -38,7 +38,7 @@ class Replacing(Optimizer):
 
 
 class Around(Optimizer):
-    """An optimizer of the user's that wraps another, shares its groups and state, and copies weights each third step."""
+    """An optimizer of the user's that wraps another and shares its groups and state; each third step makes a copy."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner, self.counted = inner, torch.zeros(())
