@@ -100,6 +100,7 @@ def test_of_a_step_that_does_not_fit_small_ones_tell(session: Session) -> None:
         session.set(batch_size=512)
 
 
+@pytest.mark.full
 def test_what_is_said_is_what_comes(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     said = session.allocator_what_if(*OTHERS)
     foreseen = {str(settings): one for settings, one in said.others}

@@ -182,6 +182,7 @@ def test_gradients_beyond_fp16_are_not_compressed(two_ranks: Session) -> None:
     assert two_ranks.run("bool(torch.isfinite(net.weight).all())") == [True, True]
 
 
+@pytest.mark.full
 def test_one_rank_alone_has_nothing_to_tune() -> None:
     with gpumem_nb.start(1, device="cpu") as alone, pytest.raises(InvalidInput, match="at least two ranks"):
         alone.set(autotune="on")

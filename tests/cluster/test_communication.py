@@ -85,7 +85,7 @@ KNOBS: tuple[tuple[dict[str, Any], float], ...] = (
 )
 
 
-@pytest.mark.parametrize(("knobs", "rounding"), first_tier(KNOBS, every(3)), ids=str)
+@pytest.mark.parametrize(("knobs", "rounding"), first_tier(KNOBS, lambda index, _: index == 2), ids=str)
 def test_each_knob_gives_the_losses_of_a_plain_script_with_the_same_environment(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, knobs: dict[str, Any], rounding: float
 ) -> None:
@@ -267,7 +267,9 @@ LiveModel.set_optimizer = fail
 """
 
 
-@pytest.mark.parametrize("knobs", [{"compression": "fp16"}, {"bucket_mib": 0.001}, {"reduction": "sum"}], ids=str)
+@pytest.mark.parametrize(
+    "knobs", first_tier([{"compression": "fp16"}, {"bucket_mib": 0.001}, {"reduction": "sum"}], every(3)), ids=str
+)
 def test_settings_that_one_rank_cannot_apply_let_nobody_wait_for_its_gradients(
     two_ranks: Session, fresh: Callable[..., Session], knobs: dict[str, Any]
 ) -> None:

@@ -64,8 +64,8 @@ KILLED, SEGFAULT, MPIEXEC = (
 @pytest.mark.parametrize(
     ("victim", "number", "sentence", "doing"),
     [
-        pytest.param(*KILLED, cell, id="rank killed-cell"),
-        pytest.param(*SEGFAULT, train, id="rank segfault-train"),
+        pytest.param(*KILLED, cell, id="rank killed-cell", marks=pytest.mark.full),
+        pytest.param(*SEGFAULT, train, id="rank segfault-train", marks=pytest.mark.full),
         pytest.param(*MPIEXEC, cell, id="mpiexec killed-cell"),
     ],
 )
@@ -119,6 +119,7 @@ def wait_for_output(session: Session) -> None:
     until(lambda: internals.printed_so_far(session).count("almost there") == session.size)
 
 
+@pytest.mark.full
 def test_a_rank_that_exits_by_itself_is_named_with_its_code_and_starting_after_a_death_needs_no_stop(
     two_ranks: Session,
 ) -> None:

@@ -23,6 +23,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from tests import exported
 from tests.internals import COLLECT
+from tests.tiers import every, first_tier
 from tests.timing import HANG_S
 
 pytestmark = pytest.mark.cluster
@@ -52,16 +53,16 @@ def passes_ruff(path: Path) -> bool:
     return checked.returncode == formatted.returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "knobs"),
-    [
-        ("digits-resnet", {"batch_size": 6, "warmup_steps": 3, "lr_schedule": "cosine", "schedule_steps": 20}),
-        (
-            "text-gpt",
-            {"batch_size": 3, "accumulation_steps": 2, "checkpointing": "sqrt", "clip_norm": 0.5, "precision": "bf16"},
-        ),
-    ],
-)
+READY_MADE: list[tuple[str, dict[str, Any]]] = [
+    (
+        "text-gpt",
+        {"batch_size": 3, "accumulation_steps": 2, "checkpointing": "sqrt", "clip_norm": 0.5, "precision": "bf16"},
+    ),
+    ("digits-resnet", {"batch_size": 6, "warmup_steps": 3, "lr_schedule": "cosine", "schedule_steps": 20}),
+]
+
+
+@pytest.mark.parametrize(("name", "knobs"), first_tier(READY_MADE, every(2)))
 def test_a_ready_made_workload_trains_alone_as_in_the_session(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, name: str, knobs: dict[str, Any]
 ) -> None:
@@ -138,7 +139,7 @@ def accuracy(outputs, targets): return (outputs.argmax(-1) == targets).float().m
 )
 
 
-@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize("ddp", first_tier([True, False], every(2)))
 def test_the_cells_that_defined_what_was_attached_train_alone(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, ddp: bool
 ) -> None:
@@ -169,6 +170,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, CLASSES))
 
 
+@pytest.mark.full
 def test_a_workload_of_functions_is_imported_or_written_out(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:

@@ -189,6 +189,7 @@ def test_a_cell_that_wants_to_exit_is_told_what_ends_ranks(two_ranks: Session, c
     assert "%hvd_stop" in two_ranks.run("repr(exit)")[0]
 
 
+@pytest.mark.full
 def test_an_exit_at_once_is_named_as_the_end_of_the_ranks() -> None:
     named = r"Rank 1 .*exit code 3.*os\._exit\(3\) was called in <code \d+>, line 2"
     with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session, pytest.raises(ClusterDied, match=named):

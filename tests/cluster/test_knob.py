@@ -66,6 +66,7 @@ def test_a_knob_that_only_the_notebook_knows_is_refused(two_ranks: Session, fres
         del KNOBS["unheard_of"]
 
 
+@pytest.mark.full
 def test_a_restart_tells_the_ranks_of_the_notebooks_knobs(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.cluster
+@pytest.mark.full
 def test_ranks_start_under_a_launcher_of_ones_own(marked: str) -> None:
     with gpumem_nb.start(2, device="cpu", memory_limit="96MiB", launcher=marked) as session:
         assert session.run("import os; os.environ.get('STARTED_BY'), hvd.rank()") == [("marked", 0), ("marked", 1)]

@@ -216,7 +216,7 @@ def found(session: Session) -> list[tuple[Leak, ...]]:
     return list(session.history.leaks.values())
 
 
-@pytest.mark.parametrize("case", first_tier(CASES.values(), every(4)), ids=CASES)
+@pytest.mark.parametrize("case", first_tier(CASES.values(), every(7)), ids=CASES)
 def test_a_planted_leak_is_found_within_50_steps_and_named(two_ranks: Session, case: Case) -> None:
     session = attached(two_ranks, case.code)
     run = session.train(50)

@@ -126,6 +126,7 @@ def test_nothing_is_left_after_stop(before: set[Path], shared: Session) -> None:
         current()
 
 
+@pytest.mark.full
 def test_a_stopped_session_that_is_restarted_is_the_one_that_magics_find(shared: Session) -> None:
     shared.restart()
     assert current() is shared

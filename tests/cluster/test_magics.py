@@ -274,6 +274,7 @@ def test_an_error_on_one_rank_names_it_and_shows_its_line(
     assert "run_cell" not in shown, "the toolkit's own frames help nobody"
 
 
+@pytest.mark.full
 def test_output_streams_while_the_cell_runs_in_a_kernel() -> None:
     """The last message of a cell is not the first that shows output: it is seen before the cell can end."""
     internals.stop_running()

@@ -27,6 +27,7 @@ from tests.timing import in_time
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.full
 def test_a_restart_after_a_death_goes_on_from_the_last_snapshot_even_if_cut_short_again_and_again(
     two_ranks: Session, fresh: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:

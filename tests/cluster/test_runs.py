@@ -331,6 +331,7 @@ def test_a_session_that_is_over_can_be_reported(session: Session, shell: Interac
             run(shell, line)
 
 
+@pytest.mark.full
 def test_without_a_step_there_is_nothing_to_draw(two_ranks: Session, tmp_path: Path) -> None:
     internals.stop_running()
     session = ranks(2)

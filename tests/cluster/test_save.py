@@ -66,6 +66,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.full
 def test_a_new_cluster_goes_on_bit_for_bit(two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path) -> None:
     session = fresh(two_ranks)
     session.train(3)

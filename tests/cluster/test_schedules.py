@@ -44,6 +44,7 @@ def test_a_schedule_goes_on_through_flips_failures_saving_and_a_restart(
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.full
 def test_the_rate_follows_the_global_batch_and_a_restart_keeps_what_it_was_meant_for(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import Interrupted
 from tests.conftest import weights
 from tests.internals import wait_for_steps
+from tests.tiers import every, first_tier
 
 pytestmark = pytest.mark.cluster
 
@@ -65,6 +67,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "once it is answered": (Foreground, "_wait_for", "after"),
     "once it is done": (Foreground, "finish", "after"),
 }
+POSTING = list(POINTS)[:3]
 LOADING = {
     **POINTS,
     "as the notebook takes it in": (compatibility, "loaded", "before"),
@@ -92,7 +95,7 @@ def agree(session: Session) -> None:
     assert {row.workload for row in session.runs.rows[-1:]} == {session.workload.name if session.workload else ""}
 
 
-@pytest.mark.parametrize("point", LOADING)
+@pytest.mark.parametrize("point", first_tier(LOADING, every(2)))
 def test_a_load_that_is_interrupted_leaves_the_same_here_and_there(
     two_ranks: Session, fresh: Callable[..., Session], ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
@@ -121,8 +124,11 @@ REQUESTS: dict[str, Callable[[Session, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("point", ["before it is posted", "while it is posted", "once it is posted"])
-@pytest.mark.parametrize("function", REQUESTS)
+# The first tier has each request once, and the three points in turn.
+@pytest.mark.parametrize(
+    ("function", "point"),
+    first_tier(itertools.product(REQUESTS, POSTING), lambda index, _: index // 3 % 3 == index % 3),
+)
 def test_any_request_that_is_interrupted_as_it_is_posted_is_settled(
     two_ranks: Session, ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: str, point: str
 ) -> None:
@@ -150,6 +156,7 @@ def test_a_cell_that_is_interrupted_as_it_is_posted_is_kept_for_scripts(
     assert two_ranks._life._cells.since_load()[-1].source == "posted = 1"
 
 
+@pytest.mark.full
 def test_a_restart_loads_what_was_loaded_and_says_that_it_has_changed(two_ranks: Session) -> None:
     names: dict[str, Any] = {"__name__": "__main__", "SCALE": 1.0}
     exec(
@@ -196,6 +203,7 @@ def test_a_step_that_a_late_interrupt_discards_is_told(two_ranks: Session, fresh
     assert session.train(1).steps == 1
 
 
+@pytest.mark.full
 def test_training_that_played_goes_on_after_a_restart(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
     session.play()

@@ -74,6 +74,7 @@ def clusters(notebook: Notebook) -> list[cluster_records.Record]:
     return [record for record in cluster_records.others() if record.kernel.pid == notebook.pid]
 
 
+@pytest.mark.full
 def test_two_notebooks_train_side_by_side_and_one_survives_the_other(notebooks: tuple[Notebook, Notebook]) -> None:
     first, second = notebooks
     for notebook in notebooks:

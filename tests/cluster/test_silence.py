@@ -105,6 +105,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.full
 def test_ranks_that_are_silent_together_did_not_wait_for_one_another(session: Session, tmp_path: Path) -> None:
     began = tmp_path / "began"
     session.run(f"began = {str(began)!r}\n{SLOW}")

@@ -154,6 +154,7 @@ def test_a_restart_of_living_ranks_loses_nothing(two_ranks: Session) -> None:
     assert losses(session, 4) == expected
 
 
+@pytest.mark.full
 def test_attached_objects_that_cannot_be_kept_are_named_at_restart(two_ranks: Session) -> None:
     session = two_ranks
     attach_own(session)

@@ -147,6 +147,7 @@ def test_a_rank_stuck_in_its_step_is_named_and_interrupted(impatient: Session) -
     goes_on(session, before)
 
 
+@pytest.mark.full
 def test_training_again_at_once_after_a_stall_joins_the_ranks(
     impatient: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +376,7 @@ def test_a_rank_that_is_stopped_is_named_with_the_way_out(impatient: Session) ->
     goes_on(session)
 
 
+@pytest.mark.full
 def test_a_stall_in_the_update_leaves_the_weights_as_they_were(impatient: Session) -> None:
     session = attach(impatient)
     session.run(

@@ -50,7 +50,7 @@ def test_tuning_finds_what_is_faster_and_changes_nothing(two_ranks: Session, fre
     session.train(2)
     before, failures = session.run(STATE), _failures(session)
     told: list[str] = []
-    result = session.tune(seconds=20, progress=lambda what, done: told.append(what))
+    result = session.tune(seconds=10, progress=lambda what, done: told.append(what))
     assert [digest for digest, _ in session.run(STATE)] == [digest for digest, _ in before]
     assert session.settings == result.present
     assert _failures(session) == failures
@@ -167,6 +167,7 @@ def test_where_nothing_fits_that_is_the_answer(two_ranks: Session, fresh: Callab
         result.apply()
 
 
+@pytest.mark.full
 def test_an_interrupt_gives_the_best_so_far(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
     session.set(batch_size=16)
