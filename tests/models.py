@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import default_collate
 
-from gpumem_nb.engine.step.checkpointing import Checkpointing, find_blocks
+from gpumem_nb.engine.replay.checkpointing import Checkpointing, find_blocks
 from gpumem_nb.memory.ledger.account import Account
 from gpumem_nb.memory.ledger.recorder import Recorder
 from gpumem_nb.memory.tensors import tensors_in

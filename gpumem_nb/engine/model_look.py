@@ -14,7 +14,7 @@ from ..memory.tensors import tensors_in
 from ..shared.messages import Chunk
 from ..shared.questions import InputFacts, ModelFacts, TensorTotal
 from .link.communicator import here
-from .step.modes import evaluating
+from .step.parts import evaluating
 from .step.step import Looks
 from .step.trials import NO_CONFIGURATION
 

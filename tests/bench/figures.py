@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpumem_nb.engine.step.noise import EVERY_STEPS as NOISE_EVERY_STEPS
-from gpumem_nb.engine.step.weight_watch import EVERY_STEPS
+from gpumem_nb.engine.step.ballot import EVERY_STEPS
+from gpumem_nb.engine.step.gradients import EVERY_STEPS as NOISE_EVERY_STEPS
 from gpumem_nb.install.mpi_tools import require_tool
 from tests.bench.sides import Notebook, Script, Side, rank_environment
 from tests.internals import INSIDE
@@ -227,7 +227,7 @@ WATCH = (
     INSIDE
     + """
 import statistics, time
-from gpumem_nb.engine.step.weight_watch import WeightWatch
+from gpumem_nb.engine.step.ballot import WeightWatch
 
 def watched_s():
     watch = WeightWatch(the_trainer().live.parts)
@@ -289,7 +289,7 @@ NOISE = (
     INSIDE
     + """
 import time
-from gpumem_nb.engine.step.noise import square_of
+from gpumem_nb.engine.step.gradients import square_of
 
 def measured_s():
     trained = [param for param in the_trainer().live.parameters if param.requires_grad]

@@ -15,7 +15,7 @@ OWN = (
     INSIDE
     + """
 from torch import nn
-from gpumem_nb.engine.step.weight_watch import WeightWatch
+from gpumem_nb.engine.step.ballot import WeightWatch
 
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 2))

@@ -55,7 +55,7 @@ CODE = (
 import pathlib, time, types
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from gpumem_nb.engine.step.segment import Segment
+from gpumem_nb.engine.replay.segment import Segment
 
 # In a module: a step that is undone puts back the variables of the loss's functions, and the fault would strike again.
 plan = types.ModuleType("plan")

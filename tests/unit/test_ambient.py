@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from gpumem_nb.engine.replay.checkpointing import Checkpointing
+from gpumem_nb.engine.replay.segment import Segment
 from gpumem_nb.engine.step.ambient import Ambient, let_go
-from gpumem_nb.engine.step.checkpointing import Checkpointing
-from gpumem_nb.engine.step.segment import Segment
 
 STRIDE = 11  # of some 1,300 lines that run in a step, every so many are interrupted
 

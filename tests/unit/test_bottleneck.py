@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.engine.step.core_queue import CoreQueue
+from gpumem_nb.engine.step.step_clock import CoreQueue
 from gpumem_nb.kernel.history import Event
 from gpumem_nb.report.bottleneck import Bottleneck, Circumstances
 from gpumem_nb.report.critical_path import FEWEST_STEPS

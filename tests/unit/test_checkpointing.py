@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpumem_nb.engine.step.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
+from gpumem_nb.engine.replay.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.undo.python_state import PythonState
 from gpumem_nb.memory.device import opened

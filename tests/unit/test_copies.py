@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from gpumem_nb.engine.copies import Aside, Layout, checksum, host_copy
-from gpumem_nb.engine.step.wire import arrived, outgoing
+from gpumem_nb.engine.step.buckets import arrived, outgoing
 from gpumem_nb.engine.undo.step_undo import KeptState
 
 CPU = torch.device("cpu")

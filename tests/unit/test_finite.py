@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumem_nb.engine.step.finite import GradientNorms
+from gpumem_nb.engine.step.gradients import GradientNorms
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

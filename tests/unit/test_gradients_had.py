@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpumem_nb.engine.step.gradients_had import GradientsHad
+from gpumem_nb.engine.step.gradients import GradientsHad
 
 
 def test_a_weight_that_any_step_gave_a_gradient_is_not_one_without() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpumem_nb.engine.step.noise import EVERY_STEPS, NoiseScale, is_measured, square_of
+from gpumem_nb.engine.step.gradients import EVERY_STEPS, NoiseScale, is_measured, square_of
 
 DIMENSIONS = 500
 

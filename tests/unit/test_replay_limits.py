@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpumem_nb.engine.step.checkpointing import Checkpointing, find_blocks
+from gpumem_nb.engine.replay.checkpointing import Checkpointing, find_blocks
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.memory.ledger.recorder import Recorder

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from gpumem_nb.engine.step.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
+from gpumem_nb.engine.replay.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
 
 WIDTH = 6
 STEPS = 3

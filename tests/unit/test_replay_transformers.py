@@ -21,7 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from gpumem_nb.engine.step.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
+from gpumem_nb.engine.replay.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
 
 WORDS, WIDTH = 64, 16
 _DECODER: dict[str, Any] = {

@@ -6,8 +6,8 @@ import gc
 
 import torch
 
-from gpumem_nb.engine.step import trained
-from gpumem_nb.engine.step.trained import note_steps, steps_before
+from gpumem_nb.engine.step import parts
+from gpumem_nb.engine.step.parts import note_steps, steps_before
 
 
 def test_steps_add_up_over_attaches_and_new_weights_have_none() -> None:
@@ -20,10 +20,10 @@ def test_steps_add_up_over_attaches_and_new_weights_have_none() -> None:
 
 
 def test_nothing_is_kept_alive() -> None:
-    before = len(trained._steps)
+    before = len(parts._steps)
     weight = torch.ones(2)
     note_steps([weight], 5)
-    assert len(trained._steps) == before + 1
+    assert len(parts._steps) == before + 1
     del weight
     gc.collect()
-    assert len(trained._steps) == before
+    assert len(parts._steps) == before

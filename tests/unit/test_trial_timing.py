@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumem_nb.engine.step import timing
+from gpumem_nb.engine.step import trials
 from gpumem_nb.shared.messages import Chunk, Failure
 from gpumem_nb.shared.settings import Settings
 
@@ -33,9 +33,9 @@ def test_warming_up_counts_once_however_many_micro_batches_there_are(
         now_s += took_s
         return took_s, 0.0, None
 
-    monkeypatch.setattr(timing, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now_s))
     chunk = Chunk(Settings(accumulation_steps=count), 1, 1, trial=True)
-    seconds, failure = timing.timed(_trying, step, chunk)
+    seconds, failure = trials.timed(_trying, step, chunk)
     assert failure is None
     assert seconds == pytest.approx([0.002 + count * micro_batch_s] * len(seconds))
     assert set(taken) == {1, 2}, "no whole step was taken"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_nb.engine import cells
+from gpumem_nb.engine.step.ballot import WeightWatch
 from gpumem_nb.engine.step.parts import Parts
-from gpumem_nb.engine.step.weight_watch import WeightWatch
 from tests.links import overheard
 
 

@@ -23,14 +23,14 @@ from ...shared.seeds import DEFAULT_SEED
 from ...shared.settings import Settings
 from ...shared.workload import Workload
 from ..random_state import seeded
+from ..replay.checkpointing import Checkpointing, find_blocks
+from ..replay.segment import Segment
 from ..step import optimizers
-from ..step.checkpointing import Checkpointing, find_blocks
+from ..step.ambient import autocast
+from ..step.buckets import carried_dtype, outgoing
 from ..step.checks import check_precision, check_tensors, checked_loss, checked_model, checked_optimizer
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
-from ..step.precision import autocast
-from ..step.segment import Segment
-from ..step.wire import carried_dtype, outgoing
 from . import scratch
 from .batches import Batches
 from .cuda_autocast import taken_for_the_cpu

@@ -1,14 +1,20 @@
-"""State that torch keeps for the whole thread, put back after an exception in the middle of a step."""
+"""State around a forward pass: autocast, no updates by the loss, and torch's modes put back after an error."""
 
 from __future__ import annotations
 
 import threading
 import traceback
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...internals.torch_internals import count_modes, innermost_hooks, leave_autocast, leave_hooks, leave_mode
+from ...shared.errors import WorkloadError
 
 
 class Ambient:
@@ -72,3 +78,46 @@ def _empty_ready_queue() -> None:
 
 def _autocast(device: str) -> tuple[bool, Any]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+_INSTEAD = (
+    "return the loss, and leave zero_grad(), backward() and step() to the training step. A step with several updates, "
+    "as a GAN's, can be written in a %%hvd cell with hvd.DistributedOptimizer."
+)
+
+
+@contextmanager
+def updates_refused() -> Iterator[None]:
+    """Inside, any optimizer's ``step()`` raises ``WorkloadError`` before it changes anything.
+
+    Its weights would be updated without the other ranks' gradients, and in steps that are undone too.
+    """
+    hook = register_optimizer_step_pre_hook(_refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> NoReturn:
+    raise WorkloadError(f"The loss calls {type(optimizer).__name__}.step() by itself: {_INSTEAD}")
+
+
+def check_no_backward(latest: Tensor | None) -> None:
+    """After the loss was computed: ``latest`` is the weight that got a gradient meanwhile, if one did.
+
+    Raises:
+        WorkloadError: one did. Its gradient would be averaged with that of the step, in part or twice.
+    """
+    if latest is not None:
+        raise WorkloadError(f"The loss calls backward() by itself: {_INSTEAD}")
+
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def autocast(precision: str, device_type: str) -> AbstractContextManager[object]:
+    """Return the context of a forward pass under ``fp32``, ``fp16`` or ``bf16``; weights stay fp32 in all of them."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device_type, dtype=DTYPES[precision])

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...shared.errors import WorkloadError
 from ...shared.settings import Settings
+from .ambient import DTYPES
 from .parts import Parts, in_groups
-from .precision import DTYPES
 
 _KERAS = ("keras", "tf_keras")
 _LOOP = "run steps of your own in a %%hvd cell, with hvd.DistributedOptimizer"

@@ -23,13 +23,11 @@ from ..data.once import batches_once
 from ..link.communicator import Separated, here
 from ..together.interrupts import interruptible
 from ..undo.step_undo import ForwardState, ForwardUndo, KeptWeights
-from .ambient import Ambient
+from .ambient import Ambient, autocast
 from .failures import failure_of
 from .live_model import LiveModel
-from .modes import evaluating
 from .own_loss import micro_batches
-from .parts import as_given
-from .precision import autocast
+from .parts import as_given, evaluating
 
 PHASE = "evaluation"
 

@@ -18,8 +18,8 @@ from ...shared.settings import Settings
 from ...shared.units import parse_size
 from ..data.stream import Stream
 from ..link.communicator import here
+from ..replay.segment import Segment
 from .ambient import behind, let_go
-from .segment import Segment
 
 # What CUDA and its libraries say where torch raises no error of its own for it. A library that cannot make its handle
 # calls itself "not initialized": it asks the device for memory past torch's allocator, which had left it none.

@@ -12,9 +12,8 @@ from ...shared.errors import WorkloadError, text_of
 from ..link.agreement import alike
 from ..link.communicator import here
 from .live_model import LiveModel
-from .optimizer_state import Replicas
+from .optimizer_state import Replicas, extra_states, from_first
 from .parts import Parts, in_groups
-from .sending import extra_states, from_first
 
 
 def check_alike(live: LiveModel) -> None:

@@ -21,16 +21,14 @@ from ...shared.learning_rate import OWN
 from ...shared.settings import Settings
 from ...shared.workload import Workload
 from ..link.agreement import same_everywhere
+from ..replay.checkpointing import Checkpointing, find_blocks
 from ..together.interrupts import interruptible
 from ..undo.step_undo import KeptState
 from . import optimizers
-from .checkpointing import Checkpointing, find_blocks
 from .checks import check_modules, check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
-from .modes import Modes
 from .optimizer_state import Replicas
-from .parts import Parts, in_groups
+from .parts import Modes, Parts, in_groups, note_steps, steps_before
 from .rates import Course, Rates, named_rate
-from .trained import note_steps, steps_before
 
 RatesMemory = Mapping[str, dict[str, Any] | None]
 

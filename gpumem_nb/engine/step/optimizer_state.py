@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypedDict
 
+import cloudpickle
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...shared.errors import StateFileError
+from ...shared.errors import StateFileError, WorkloadError, text_of
 from ..copies import Layout
 from ..link.communicator import here
 from ..undo.step_undo import KeptState
 from . import optimizers
-from .parts import in_groups
-from .sending import from_first
+from .parts import Parts, in_groups
 
 
 class Whole(TypedDict):
@@ -109,3 +109,33 @@ def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
         return value.clone() if name == "step" else torch.empty_like(value, device=param.device).copy_(value)
 
     return {name: place(name, value) for name, value in values.items()}
+
+
+def from_first(value: Any, what: str) -> Any:
+    """Return rank 0's value, or what a function gives there. All ranks call it together.
+
+    Raises:
+        WorkloadError: it cannot be pickled; raised on all ranks.
+    """
+    content = b""
+    if here().rank == 0:
+        try:
+            content = b"+" + cloudpickle.dumps(value() if callable(value) else value)
+        except Exception as error:  # pickling runs the objects' own code
+            content = b"-" + f"{type(error).__name__}: {text_of(error)}".encode()
+    content = here().from_first(content, "object")
+    if content[:1] == b"-":
+        raise WorkloadError(
+            f"{what} cannot be sent to the other ranks ({content[1:].decode()}). Keep plain values and tensors in it."
+        )
+    return cloudpickle.loads(content[1:])
+
+
+def extra_states(parts: Parts) -> dict[str, nn.Module]:
+    """Return the modules that have something in their state dict besides tensors, by name."""
+    return {
+        before + name: module
+        for before, part in parts.named.items()
+        for name, module in part.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }

@@ -15,10 +15,9 @@ from ...shared.categories import COMMUNICATION
 from ..link.communicator import AVERAGE, here
 from ..together.interrupts import postponed
 from .ballot import NUMBERS
-from .buckets import Bucket, ReductionConfig, into_buckets, stand_ins
-from .noise import square_of
+from .buckets import Bucket, ReductionConfig, arrived, carried_dtype, into_buckets, outgoing, rounding, stand_ins
+from .gradients import square_of
 from .step_clock import BucketTransfer
-from .wire import arrived, carried_dtype, outgoing, rounding
 
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...shared.messages import Failure, Ledger, Reading, Sample
-from .noise import NoiseScale
+from .gradients import NoiseScale
 from .step_clock import StepTimings
 
 

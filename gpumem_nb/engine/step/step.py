@@ -28,14 +28,12 @@ from ..link.communicator import here
 from ..together.interrupts import interruptible
 from ..undo.step_undo import ForwardState, ForwardUndo, UpdateUndo, WrittenByForward
 from . import optimizers
-from .ambient import Ambient
+from .ambient import Ambient, autocast, check_no_backward, updates_refused
 from .checks import checked_loss
 from .dry_update import update_in_question
 from .failures import failure_of
-from .guard import check_no_backward, updates_refused
 from .live_model import LiveModel
 from .own_loss import micro_batches
-from .precision import autocast
 from .samples import Outcome
 from .step_clock import UNDOING, StepClock
 from .voting import StepOrder, Voting

@@ -1,8 +1,10 @@
-"""Times of the parts of a step: by the process's clock, and on GPUs by the device's."""
+"""The time for which a thread was ready to run without a core, as Linux counts it (proc(5), ``schedstat``)."""
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +16,28 @@ import torch
 
 from ...shared.step_times import BACKWARD, DATA, TOOLKIT, Lap, StepLanes, StepTimes
 from ...shared.units import format_bytes
-from .core_queue import CoreQueue
+
+_LONGEST = 80  # three whole numbers
+
+
+class CoreQueue:
+    """Of the thread that makes it. Reading takes some microseconds."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        with suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+
+    def waited_s(self) -> float | None:
+        """Since the thread began; ``None`` where the system does not tell."""
+        if self._file is None:
+            return None
+        with suppress(OSError, ValueError):
+            ran_ns, waited_ns, _ = os.pread(self._file, _LONGEST, 0).split()
+            return int(waited_ns) / 1e9 if int(ran_ns) else None
+        return None
+
 
 UNDOING = "undoing"  # a part of the toolkit's share that no step has but those that may have to be undone
 _END = ""

@@ -28,16 +28,15 @@ from .buckets import ReductionConfig
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .failures import explained
+from .gradients import NoiseScale
 from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel, RatesMemory
-from .loaded import workload_info
-from .noise import NoiseScale
+from .notes import workload_info
 from .rates import Course
 from .samples import Outcome, begun, completed
 from .step import Looks, Stepper
 from .step_clock import StepTimings
-from .timing import UpdateTimes
-from .trials import NO_CONFIGURATION, Trial, Trials, room_of_state_that_leaves
+from .trials import NO_CONFIGURATION, Trial, Trials, UpdateTimes, room_of_state_that_leaves
 from .voting import StepOrder
 
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on

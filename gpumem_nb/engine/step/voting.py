@@ -14,16 +14,13 @@ from ...shared.messages import Failure
 from ...shared.step_times import REDUCTION, TOOLKIT
 from ..link.communicator import here
 from ..together import nudge
-from .ballot import Ballot, Votes
+from .ballot import Ballot, Votes, WeightWatch
 from .buckets import ReductionConfig
 from .failures import nonfinite_loss
-from .finite import GradientNorms
-from .gradients_had import GradientsHad
+from .gradients import GradientNorms, GradientsHad, is_measured
 from .live_model import LiveModel
-from .noise import is_measured
 from .reduction import GradientReduction, Reduced
 from .step_clock import BucketTransfer
-from .weight_watch import WeightWatch
 
 _PARTIAL_NAMED = 3
 _MEASURED_EVERY = 20  # steps, of which the first shows what compression takes from gradients

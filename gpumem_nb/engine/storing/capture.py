@@ -18,8 +18,7 @@ from ...shared.errors import StateFileError
 from ...shared.version import __version__
 from ..copies import host_copy
 from ..link.communicator import here
-from ..step.optimizer_state import Replicas
-from ..step.sending import extra_states
+from ..step.optimizer_state import Replicas, extra_states
 from ..step.trainer import Trainer
 from .storable import plain, storable_random, to_bytes
 

@@ -22,9 +22,8 @@ from ..copies import overwrite
 from ..link.communicator import here
 from ..random_state import OwnNumbers
 from ..step import optimizers
-from ..step.optimizer_state import Replicas
+from ..step.optimizer_state import Replicas, extra_states
 from ..step.rates import Course
-from ..step.sending import extra_states
 from ..step.trainer import Trainer
 from .storable import from_bytes, opened_random
 

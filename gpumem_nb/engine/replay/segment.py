@@ -16,11 +16,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...internals.torch_internals import dynamo_is_there, func_transforms_allowed, not_compiled, version
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
-from .block_state import BlockState, Seen, undone_afterwards
-from .cannot import OTHER_BLOCKS, SOMETHING_ELSE, cannot
-from .draws import Draws
-from .fingerprint import Fingerprint
-from .held import SavedTensor
+from .block_state import (
+    OTHER_BLOCKS,
+    SOMETHING_ELSE,
+    BlockState,
+    Draws,
+    Fingerprint,
+    SavedTensor,
+    Seen,
+    cannot,
+    undone_afterwards,
+)
 
 
 class _Slot:

@@ -2,23 +2,176 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ...internals.torch_internals import batch_norms, buffers_by_name, unversioned, version
 from ...memory.ledger.recorder import Recorder
+from ...memory.tensors import tensors_in
+from ...shared.errors import WorkloadError
 from .. import cells
 from ..random_state import RandomState
 from ..undo.changing import Changing, Key, can_be_filled
-from ..undo.python_state import PythonSnapshot, PythonState
+from ..undo.python_state import Holding, PythonSnapshot, PythonState, given
 from ..undo.reachable import CONTAINERS, PLAIN
-from .cannot import cannot
-from .draws import Draws
-from .fingerprint import is_compared
-from .held import without_graph
+
+OTHERWISE = "Use checkpointing=none, or make the block depend on nothing but its inputs."
+SOMETHING_ELSE = "run a second time it did something else than the first time"
+OTHER_BLOCKS = "Use checkpointing=none, or name other blocks in Workload(blocks=...)."
+
+
+def cannot(why: str, otherwise: str = OTHERWISE) -> WorkloadError:
+    """Return the refusal, to be raised."""
+    return WorkloadError(f"checkpointing cannot recompute a block: {why}. {otherwise}")
+
+
+class Draws:
+    """Knows whether numbers of Python and NumPy are drawn while a model's forward runs.
+
+    To ask where they stand takes a tenth of a millisecond, too much for each block. So each call asks in the first
+    pass only; when nothing was drawn in it, later ones ask at their begin and before their first replay.
+
+    Attributes:
+        recorded: each call has to ask.
+    """
+
+    def __init__(self) -> None:
+        self.recorded = True
+        self._settled = False
+        self._began: tuple[Any, Any] | None = None
+        self._cells = cells.ran()
+
+    def block_begins(self) -> None:
+        """A block is called: the first of a pass, perhaps."""
+        if cells.ran() != self._cells:
+            self._cells, self.recorded, self._settled = cells.ran(), True, False
+        if self._began is None and not (self._settled and self.recorded):
+            self._began = _slow_state()
+
+    def replay_begins(self) -> None:
+        """A block will run once more: the first of a pass, perhaps.
+
+        Raises:
+            WorkloadError: numbers were drawn in this pass, and calls did not ask.
+        """
+        if self._began is None:
+            return
+        began, self._began = self._began, None
+        drawn = not _same(began, _slow_state())
+        if not self._settled:
+            self._settled, self.recorded = True, drawn
+        elif drawn:
+            self.recorded = True
+            raise cannot(
+                "for the first time it drew random numbers of Python or NumPy. Train on, and they are recorded"
+            )
+
+    def forget(self) -> None:
+        """The pass was given up."""
+        self._began = None
+
+
+def _slow_state() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return bool(one[0] == other[0] and all(map(np.array_equal, one[1], other[1])))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor(Holding):
+    """A tensor and the version it had. Its graph would hold what belongs to it in a cycle that is not collected."""
+
+    tensor: Tensor
+    version: int
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> SavedTensor:
+        """Hold a tensor, which the ledger counts as saved."""
+        if Recorder.current:
+            Recorder.current.saved(tensor)
+        return cls(tensor.detach(), version(tensor), tensor.requires_grad)
+
+    def get(self) -> Tensor:
+        """Give the tensor, a leaf now.
+
+        Raises:
+            WorkloadError: it was changed in place meanwhile.
+        """
+        if version(self.tensor) != self.version:
+            raise cannot(
+                "its input was changed in place after the block used it",
+                "Use checkpointing=none, or replace the in-place operation in the model.",
+            )
+        return self.tensor.detach().requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedTuple(Holding):
+    """A tuple with such tensors in it."""
+
+    kind: Any
+    items: list[Any]
+
+    def get(self) -> Any:
+        return self.kind(map(given, self.items))
+
+
+def without_graph(value: Any) -> Any:
+    """Return what to hold of a value: itself, unless it is a tensor of a graph, or a tuple of such tensors."""
+    if isinstance(value, Tensor):
+        return SavedTensor.of(value) if value.grad_fn is not None else value
+    if isinstance(value, tuple) and any(isinstance(one, Tensor) and one.grad_fn is not None for one in value):
+        return _SavedTuple(getattr(value, "_make", type(value)), list(map(without_graph, value)))
+    return value
+
+
+_FIRST_CALLS, _EACH_CALLS = 1, 64  # that are compared
+_ELEMENTS = 64  # of each result
+_TOLERANCE = 1e-2  # of the largest element: some of CUDA's operators add up in any order
+
+
+def is_compared(calls: int) -> bool:
+    """Return whether the replay of a block that was called so often before is to be compared."""
+    return calls < _FIRST_CALLS or calls % _EACH_CALLS == 0
+
+
+class Fingerprint:
+    """Samples of a block's output, and how many tensors autograd had saved by then."""
+
+    def __init__(self, output: Any, saved: int) -> None:
+        self._samples = [_sample(tensor) for tensor in tensors_in(output)]
+        self._saved = saved
+
+    def is_of(self, output: Any, saved: int) -> bool:
+        """Return whether a block that was run once more did the same."""
+        samples = [_sample(tensor) for tensor in tensors_in(output)]
+        return saved == self._saved and len(samples) == len(self._samples) and all(map(_alike, self._samples, samples))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Some elements from all over a tensor, as 64-bit numbers."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return torch.zeros(0, dtype=torch.float64)
+    indices = torch.arange(0, tensor.numel(), max(1, tensor.numel() // _ELEMENTS), device=tensor.device)
+    places = torch.unravel_index(indices, tensor.shape) if tensor.dim() else ()
+    return tensor.detach()[places].abs().double()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    largest = one.nan_to_num().max().item() if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE * largest, equal_nan=True)
 
 
 class BlockState:

@@ -27,8 +27,7 @@ from ...internals.torch_internals import (
     uncompiled,
 )
 from ...shared.errors import WorkloadError
-from .block_state import BlockState
-from .draws import Draws
+from .block_state import BlockState, Draws
 from .segment import Segment
 
 SEGMENT_BLOCKS: dict[str, Callable[[int], int]] = {
