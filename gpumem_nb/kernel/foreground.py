@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,27 +14,38 @@ from ..cluster.calls import Call
 from ..cluster.interrupts import let_finish, shielded
 from ..cluster.ranks import Posted, Ranks
 from ..report import waits
-from ..shared.errors import (
-    ClusterDied,
-    Interrupted,
-    NoSession,
-    RankError,
-    Stalled,
-    TrainingFailed,
-    WorkloadError,
-)
+from ..shared.errors import ClusterDied, Interrupted, NoSession, RankError, Stalled, TrainingFailed, WorkloadError
+from ..shared.messages import Surroundings
 from ..shared.progress import Progress
 from ..shared.ranklist import RankChoice, choose_ranks, name_ranks
 from .history import History
 from .policy import Policy
-from .stop_button import InterruptTracker
-from .surroundings import Followed
 from .training import Training
 
 RESUMING = "gpumem_nb resuming"
 """Names the thread that puts a state in place, or settles what a failed load has left: nothing else may overtake it."""
 _BUSY_OTHERWISE = "Interrupted. The ranks are doing something else, which goes on{}. To end that: %hvd_restart"
 _AHEAD_TIMEOUT_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
+
+
+class Followed:
+    """The paths that ranks were told last. Asked before each request, so it looks at the disk only after a change."""
+
+    def __init__(self) -> None:
+        self._told: tuple[str, ...] = ()
+
+    def tell(self, send: Callable[[Surroundings], object]) -> None:
+        """Send the working directory and the paths of this process, if they are not what was sent last."""
+        try:
+            folder = os.getcwd()
+        except OSError:  # it was deleted
+            return
+        now = (folder, *sys.path)
+        if now == self._told:
+            return
+        paths = dict.fromkeys(os.path.abspath(path) for path in sys.path if isinstance(path, str))
+        send(Surroundings(folder, tuple(path for path in paths if os.path.exists(path))))
+        self._told = now
 
 
 class Foreground:
@@ -311,3 +324,59 @@ class Foreground:
         with suppress(TrainingFailed):
             joined = self._ranks.rejoin(timeout_s=2.0)
         return f"{what} They were freed and {'were joined' if joined else 'will be joined'} again."
+
+
+AGAIN_S = 2.0
+"""Two interrupts within this time mean that interrupting the ranks does not help."""
+
+
+class InterruptTracker:
+    """Remembers when stop was pressed last.
+
+    Attributes:
+        in_vain: whether some ranks did not stop at the latest interrupt.
+    """
+
+    def __init__(self) -> None:
+        self._last_s = -AGAIN_S
+        self.in_vain = False
+
+    def again(self) -> bool:
+        """Stop is pressed now; says whether for the second time within two seconds."""
+        before, self._last_s = self._last_s, time.monotonic()
+        return self._last_s - before < AGAIN_S
+
+    def explain(
+        self, stop_ranks: Callable[[], bool], busy: Callable[[], list[int]], done: Callable[[], bool]
+    ) -> Interrupted:
+        """Interrupt the ranks and say in words what came of it.
+
+        Args:
+            stop_ranks: interrupts them; says whether they stopped in time.
+            busy: the ranks that have not answered.
+            done: whether what was to be stopped had come to its end by then.
+        """
+        again = self.again()
+        try:
+            stopped = stop_ranks()
+        except KeyboardInterrupt:  # pressed while waiting for the ranks
+            again, stopped = True, False
+        finally:
+            self._last_s = time.monotonic()
+        self.in_vain = not stopped
+        if stopped and not again and done():
+            return Interrupted("Interrupted, but the ranks had come to the end of it by then. They are ready.")
+        if stopped and not again:
+            return Interrupted("Interrupted. The ranks stopped what they were doing and are ready.")
+        waiting = busy()
+        state = "The ranks are ready."
+        if waiting:
+            verb = "has" if len(waiting) == 1 else "have"
+            state = (
+                f"{name_ranks(waiting).capitalize()} {verb} not stopped yet: busy in code that cannot be interrupted, "
+                "stopped, or waiting for another rank."
+            )
+        return Interrupted(
+            f"Interrupted{' twice' * again}. {state} To end the ranks, start them again and restore the training: "
+            "%hvd_restart"
+        )

@@ -19,27 +19,26 @@ from ..shared.knobs import KNOBS
 from ..shared.progress import Progress
 from ..shared.settings import Settings
 from . import compatibility, starting
-from .cell_record import CellRecord
-from .doctoring import Doctoring
-from .exporting import Exporting
-from .fitting import Fitting
 from .foreground import Foreground
 from .history import History
 from .idle import IdleWatch
-from .inspection import Inspection
 from .loading import Loading
-from .logging import Logs
-from .origin import Origin
+from .logs import Logs
+from .origin import CellRecord, Origin
 from .policy import RULES, Policy
-from .predicting import Predicting
+from .questions.doctoring import Doctoring
+from .questions.exporting import Exporting
+from .questions.fitting import Fitting
+from .questions.inspection import Inspection
+from .questions.predicting import Predicting
+from .questions.scaling import Scaling
+from .questions.tracing import Tracing
+from .questions.tuning import Tuning
 from .record import Record
 from .running import Running
-from .scaling import Scaling
 from .snapshot_plan import SnapshotPlan
 from .state_files import StateFiles
-from .tracing import Tracing
 from .training import Training
-from .tuning import Tuning
 
 _numbers = itertools.count(1)
 RESTARTING = "the ranks are being started again"

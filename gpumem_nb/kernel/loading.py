@@ -22,14 +22,12 @@ from ..shared.settings import Settings
 from ..shared.workload import Workload, WorkloadInfo
 from ..workloads import catalog
 from . import compatibility
-from .cell_record import CellRecord
 from .foreground import RESUMING, Foreground
 from .history import History
-from .origin import Origin, Unrestored
+from .origin import CellRecord, Origin, Unrestored
 from .record import Record
 from .running import pickled
-from .snapshot_plan import SnapshotPlan
-from .surroundings import notebook_name
+from .snapshot_plan import SnapshotPlan, notebook_name
 from .training import Training
 
 # What a restart allows ranks that may hang, before it takes the last automatic snapshot in place of one made now.

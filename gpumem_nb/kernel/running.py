@@ -14,9 +14,9 @@ from ..cluster.interrupts import shielded
 from ..cluster.ranks import Posted, Ranks
 from ..shared.errors import GpumemError, InvalidInput, WorkloadError
 from ..shared.ranklist import RankChoice, choose_ranks
-from .cell_record import CellRecord
 from .foreground import Foreground
 from .history import History
+from .origin import CellRecord
 
 
 class Running:

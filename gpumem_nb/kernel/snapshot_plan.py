@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..shared import snapshot_folder
@@ -11,7 +14,6 @@ from ..shared.messages import ChunkReply, SnapshotOrder, Stored
 from ..shared.units import format_bytes
 from ..shared.workload import WorkloadInfo
 from .policy import Policy
-from .surroundings import notebook_name
 
 # Of training time. Half of the promised 1 %, because what writing does to caches and memory bandwidth is not measured.
 LARGEST_SHARE = 0.005
@@ -144,3 +146,12 @@ class SnapshotPlan:
         if problem and problem != self._problem:
             self._note(problem)
         self._problem = problem
+
+
+def notebook_name() -> str:
+    """Return where the cells come from: the notebook's path, else this process's working folder; empty if unknown."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    name = os.environ.get("JPY_SESSION_NAME") or (shell.user_ns.get("__vsc_ipynb_file__") if shell else None)
+    with suppress(OSError):  # the folder was deleted
+        return str(name or os.getcwd())
+    return ""

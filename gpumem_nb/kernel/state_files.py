@@ -18,8 +18,7 @@ from .foreground import Foreground
 from .loading import Loading
 from .origin import Origin
 from .record import Record
-from .snapshot_plan import SnapshotPlan
-from .surroundings import notebook_name
+from .snapshot_plan import SnapshotPlan, notebook_name
 from .training import Training
 
 

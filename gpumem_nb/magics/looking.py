@@ -9,7 +9,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 
 from ..completion import Offered
-from ..kernel.logging.logs import TARGETS
+from ..kernel.logs import TARGETS
 from ..report.memory import VIEWS
 from ..session import current, latest
 from ..shared.allocator_settings import NAMES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..kernel.lifecycle import Lifecycle
-from ..kernel.logging import Log
+from ..kernel.logs import Log
 
 
 class WritesLogs:

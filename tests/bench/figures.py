@@ -165,7 +165,7 @@ session.pause()
 
 def flip(notebook: Notebook, ranks: int, rounds: int) -> list[Figure]:
     """From the call of ``set`` to the end of the first step under the new settings, while training."""
-    notebook.run("from gpumem_nb.kernel.training.in_flight import CHUNK_S")
+    notebook.run("from gpumem_nb.kernel.training.chunks import CHUNK_S")
     notebook.run(FLIPS.format(rounds=rounds))
     flips = notebook.run("", "flips")
     what = f"flip → end of first step under new settings, {ranks} ranks"

@@ -111,7 +111,9 @@ def test_the_network_is_timed_for_each_size(session: Session) -> None:
 
 @pytest.mark.full
 def test_on_a_slow_network_large_messages_are_left_out(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpumem_nb.kernel.scaling.LONGEST_MESSAGE_S", 0.01)  # which 64 MiB take on any machine
+    monkeypatch.setattr(
+        "gpumem_nb.kernel.questions.scaling.LONGEST_MESSAGE_S", 0.01
+    )  # which 64 MiB take on any machine
     report = session.check_network()
     assert list(report.seconds) == list(SWEEP_BYTES[: len(report.seconds)])
     assert 0 < len(report.seconds) < len(SWEEP_BYTES)

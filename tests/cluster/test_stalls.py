@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_nb.cluster import ranks as cluster_ranks
-from gpumem_nb.kernel.training.wakeup import Wakeup
+from gpumem_nb.kernel.training.state import Wakeup
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import RankError, TrainingFailed
 from tests.cluster.stop_button import PROMPT_S, Stop

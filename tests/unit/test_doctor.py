@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpumem_nb.install.environment import EnvironmentReport, Item
-from gpumem_nb.kernel.doctoring import _brings
+from gpumem_nb.kernel.questions.doctoring import _brings
 from gpumem_nb.planning.doctor.checklist import checklist
 from gpumem_nb.planning.doctor.diagnosis import NOTHING, Diagnosis
 from gpumem_nb.planning.doctor.evidence import Evidence, OnRank, still_grows

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.kernel.doctoring import Doctoring
 from gpumem_nb.kernel.history import History
+from gpumem_nb.kernel.questions.doctoring import Doctoring
 from gpumem_nb.planning.doctor.diagnosis import Diagnosis
 from gpumem_nb.planning.doctor.finding import STOPS, Finding
 from gpumem_nb.planning.doctor.rules import findings

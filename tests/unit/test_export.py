@@ -14,7 +14,7 @@ from gpumem_nb.export.functions import Collector
 from gpumem_nb.export.imports import with_sorted_imports
 from gpumem_nb.export.selecting import selected, settings_in
 from gpumem_nb.export.templating import render
-from gpumem_nb.kernel.cell_record import MOST_CELLS, CellRecord
+from gpumem_nb.kernel.origin import MOST_CELLS, CellRecord
 from gpumem_nb.kernel.running import pickled
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Cell

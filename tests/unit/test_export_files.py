@@ -7,7 +7,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 from gpumem_nb.export.order import Source
 from gpumem_nb.export.selecting import Selected, selected
-from gpumem_nb.kernel.exporting import _of_statements
+from gpumem_nb.kernel.questions.exporting import _of_statements
 from gpumem_nb.shared.exporting import Cell
 
 BEGIN = (

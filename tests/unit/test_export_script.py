@@ -21,7 +21,7 @@ from gpumem_nb.export.clashes import check_code
 from gpumem_nb.export.order import Order, Source
 from gpumem_nb.export.script import script
 from gpumem_nb.export.selecting import selected
-from gpumem_nb.kernel.exporting import agreed
+from gpumem_nb.kernel.questions.exporting import agreed
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.exporting import Cell, Facts
 from gpumem_nb.shared.settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from gpumem_nb.kernel.training.in_flight import InFlight
+from gpumem_nb.kernel.training.chunks import InFlight
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 

@@ -10,7 +10,7 @@ from pathlib import Path
 ALL_MODULES = """
 import importlib, pkgutil, sys
 import gpumem_nb
-from gpumem_nb.kernel.logging import Logs
+from gpumem_nb.kernel.logs import Logs
 
 ON_RANKS = ("engine", "memory", "workloads", "internals.torch", "internals.horovod", "internals.fake",
             "internals.profiler", "install.horovod_proof")

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from gpumem_nb.kernel import logs
 from gpumem_nb.kernel.history import History
-from gpumem_nb.kernel.logging import Logs, logs
+from gpumem_nb.kernel.logs import Logs
 from gpumem_nb.report.evaluation import Evaluation
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import Sample

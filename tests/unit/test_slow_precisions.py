@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from gpumem_nb.kernel.trial_checks import SlowPrecisions
+from gpumem_nb.kernel.questions.fitting import SlowPrecisions
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.shared.errors import NotThisTime
 from gpumem_nb.shared.settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.kernel.stop_button import InterruptTracker
+from gpumem_nb.kernel.foreground import InterruptTracker
 
 
 @pytest.mark.parametrize(

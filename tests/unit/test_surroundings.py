@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpumem_nb.engine.surroundings import Surrounded
-from gpumem_nb.kernel.surroundings import Followed
+from gpumem_nb.kernel.foreground import Followed
 from gpumem_nb.shared.messages import Surroundings
 
 

@@ -19,7 +19,7 @@ from gpumem_nb.engine.tracing.events import (
 )
 from gpumem_nb.internals.horovod_internals import Activity, read_timeline
 from gpumem_nb.internals.profiler_internals import read_profile
-from gpumem_nb.kernel.tracing import unpacked
+from gpumem_nb.kernel.questions.tracing import unpacked
 from gpumem_nb.report.step_time import behind
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.step_times import BACKWARD, FORWARD, REDUCTION, Lap, StepLanes

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpumem_nb.kernel import tryout
-from gpumem_nb.kernel.tryout import Tryout
+from gpumem_nb.kernel.training import failures
+from gpumem_nb.kernel.training.failures import Tryout
 from gpumem_nb.report.differences import typed
 from gpumem_nb.report.rescue import Fit, Rescue
 from gpumem_nb.shared.categories import ACTIVATIONS
@@ -112,7 +112,7 @@ def test_all_micro_batches_of_the_step_that_failed_are_tried() -> None:
 
 
 def test_without_time_for_a_choice_it_goes_on_until_something_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tryout, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(failures, "TIMEOUT_S", 0.0)
     rescue = ended(Settings(batch_size=64), lambda one: needs(10) if one.batch_size <= 4 else OUT, blocks=True)
     assert [fit.settings.batch_size for fit in rescue.fitting] == [4]
     rescue = ended(Settings(batch_size=64), lambda one: needs(10), blocks=True)

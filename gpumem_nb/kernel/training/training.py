@@ -25,13 +25,10 @@ from ..history import History
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan
 from .autotune import Autotune
-from .chunks import Chunks
+from .chunks import Chunks, ForegroundRequests, InFlight, Pace
 from .failures import Failures
-from .foreground_requests import ForegroundRequests
-from .in_flight import InFlight, Pace
 from .stalls import Stalls, came_apart, cause_of
-from .state import DeviceReadings, TrainingState
-from .wakeup import News, wait
+from .state import DeviceReadings, News, TrainingState, wait
 
 MOST_STEPS = 10**9
 PAUSE_TIMEOUT_S = 0.4  # for the step under way, before an interrupt discards it

@@ -9,24 +9,24 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..planning import fit
-from ..planning.allocators import AllocatorWhatIf
-from ..planning.fit import Largest, Missed
-from ..planning.prediction import DOES_NOT_FIT, Prediction
-from ..planning.score import Asked, Scoreboard, score
-from ..planning.what_if import WhatIf, single_flips
-from ..report.differences import splits
-from ..shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, variable
-from ..shared.errors import InvalidInput, NotThisTime, WorkloadError
-from ..shared.forecast import MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
-from ..shared.knobs.batch import shortened
-from ..shared.messages import RankInfo
-from ..shared.settings import Settings
-from ..shared.workload import Splits
-from . import compatibility
-from .foreground import Foreground
-from .history import History
-from .training import Training
+from ...planning import fit
+from ...planning.allocators import AllocatorWhatIf
+from ...planning.fit import Largest, Missed
+from ...planning.prediction import DOES_NOT_FIT, Prediction
+from ...planning.score import Asked, Scoreboard, score
+from ...planning.what_if import WhatIf, single_flips
+from ...report.differences import splits
+from ...shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, variable
+from ...shared.errors import InvalidInput, NotThisTime, WorkloadError
+from ...shared.forecast import MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
+from ...shared.knobs.batch import shortened
+from ...shared.messages import RankInfo
+from ...shared.settings import Settings
+from ...shared.workload import Splits
+from .. import compatibility
+from ..foreground import Foreground
+from ..history import History
+from ..training import Training
 
 FEWEST = [2, 4]  # samples of two steps, where larger ones run out of memory; some models mix pairs
 _PASSING = ("interrupted", "stall", "diverged")  # failures after which another try may go well

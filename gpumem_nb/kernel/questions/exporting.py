@@ -9,32 +9,31 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..export import refusals
-from ..export.clashes import own_modules
-from ..export.functions import Collector
-from ..export.order import ROLES, Order, Source
-from ..export.script import script
-from ..export.selecting import selected, settings_in
-from ..export.unclear import in_short
-from ..report.written import ExportedScript, commands
-from ..shared.errors import InvalidInput, WorkloadError
-from ..shared.exporting import Facts
-from ..shared.learning_rate import OWN
-from ..shared.messages import RankInfo
-from ..shared.settings import Settings
-from ..shared.state_file import as_path
-from ..shared.units import format_bytes, format_rate
-from ..shared.version import __version__
-from ..shared.whole_file import check_no_folder, why_not, written_whole
-from ..shared.workload import WorkloadInfo
-from ..workloads import catalog
-from .cell_record import CellRecord
-from .foreground import Foreground
-from .history import History
-from .origin import Origin
-from .policy import RULES, Policy
-from .running import pickled
-from .training import Training
+from ...export import refusals
+from ...export.clashes import own_modules
+from ...export.functions import Collector
+from ...export.order import ROLES, Order, Source
+from ...export.script import script
+from ...export.selecting import selected, settings_in
+from ...export.unclear import in_short
+from ...report.written import ExportedScript, commands
+from ...shared.errors import InvalidInput, WorkloadError
+from ...shared.exporting import Facts
+from ...shared.learning_rate import OWN
+from ...shared.messages import RankInfo
+from ...shared.settings import Settings
+from ...shared.state_file import as_path
+from ...shared.units import format_bytes, format_rate
+from ...shared.version import __version__
+from ...shared.whole_file import check_no_folder, why_not, written_whole
+from ...shared.workload import WorkloadInfo
+from ...workloads import catalog
+from ..foreground import Foreground
+from ..history import History
+from ..origin import CellRecord, Origin
+from ..policy import RULES, Policy
+from ..running import pickled
+from ..training import Training
 
 MARK = "Written by gpumem_nb"
 """In the first lines of a script: one that has it may be replaced."""

@@ -11,18 +11,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ..report.step_time import behind
-from ..report.written import TraceFile, steps_in_words
-from ..shared.errors import GpumemError, InvalidInput, WorkloadError
-from ..shared.messages import RankInfo
-from ..shared.progress import Progress
-from ..shared.questions import BETWEEN, HEAD, TAIL, TIMELINE, TraceOrder, TracePart
-from ..shared.state_file import as_path
-from ..shared.step_times import StepLanes
-from ..shared.whole_file import check_no_folder, why_not, written_whole
-from .foreground import Foreground
-from .history import History
-from .training import Training
+from ...report.step_time import behind
+from ...report.written import TraceFile, steps_in_words
+from ...shared.errors import GpumemError, InvalidInput, WorkloadError
+from ...shared.messages import RankInfo
+from ...shared.progress import Progress
+from ...shared.questions import BETWEEN, HEAD, TAIL, TIMELINE, TraceOrder, TracePart
+from ...shared.state_file import as_path
+from ...shared.step_times import StepLanes
+from ...shared.whole_file import check_no_folder, why_not, written_whole
+from ..foreground import Foreground
+from ..history import History
+from ..training import Training
 
 MOST_STEPS = 100  # a viewer opens no more of them
 _RECORDED, _WRITTEN = 0.4, 0.6  # shares of the time that it takes, about

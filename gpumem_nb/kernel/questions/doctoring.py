@@ -5,32 +5,32 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ..install import environment
-from ..planning.doctor.checklist import Checklist, checklist
-from ..planning.doctor.diagnosis import Diagnosis
-from ..planning.doctor.evidence import Evidence, OnRank, still_grows
-from ..planning.doctor.finding import FASTER, FIT, LESS, ROOM, Finding, Flip
-from ..planning.doctor.rules import findings
-from ..planning.doctor.rules.time import larger, small_batch, without_checkpointing
-from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
-from ..planning.score import foretold
-from ..report.bottleneck import Changes
-from ..report.critical_path import FEWEST_STEPS
-from ..report.differences import typed
-from ..report.speed import WARM_UP_STEPS
-from ..shared.errors import InvalidInput, NotThisTime, RankError, TrainingFailed, WorkloadError
-from ..shared.messages import Leak, RankInfo, Sample
-from ..shared.progress import Progress
-from ..shared.questions import ModelFacts
-from ..shared.settings import Settings
-from ..shared.units import format_bytes, format_rate
-from . import compatibility
-from .foreground import Foreground
-from .history import History
+from ...install import environment
+from ...planning.doctor.checklist import Checklist, checklist
+from ...planning.doctor.diagnosis import Diagnosis
+from ...planning.doctor.evidence import Evidence, OnRank, still_grows
+from ...planning.doctor.finding import FASTER, FIT, LESS, ROOM, Finding, Flip
+from ...planning.doctor.rules import findings
+from ...planning.doctor.rules.time import larger, small_batch, without_checkpointing
+from ...planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
+from ...planning.score import foretold
+from ...report.bottleneck import Changes
+from ...report.critical_path import FEWEST_STEPS
+from ...report.differences import typed
+from ...report.speed import WARM_UP_STEPS
+from ...shared.errors import InvalidInput, NotThisTime, RankError, TrainingFailed, WorkloadError
+from ...shared.messages import Leak, RankInfo, Sample
+from ...shared.progress import Progress
+from ...shared.questions import ModelFacts
+from ...shared.settings import Settings
+from ...shared.units import format_bytes, format_rate
+from .. import compatibility
+from ..foreground import Foreground
+from ..history import History
+from ..training import Training
+from .fitting import Changed, Unchanged
 from .inspection import Inspection
 from .predicting import LONGEST_S, Predicting
-from .training import Training
-from .trial_checks import Changed, Unchanged
 
 STEPS_LOOKED_AT = 200  # the latest, for peaks and losses
 _TIMED_STEPS = FEWEST_STEPS + WARM_UP_STEPS

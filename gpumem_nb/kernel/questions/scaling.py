@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..report.network import NetworkReport
-from ..report.scaling import Scaled, ScalingReport
-from ..shared.errors import InvalidInput, WorkloadError
-from ..shared.messages import RankInfo
-from ..shared.progress import Progress
-from ..shared.questions import SWEEP_BYTES, StepsAmong, Sweep
-from ..shared.settings import Settings
-from ..shared.step_times import StepTimes
-from .foreground import Foreground
-from .training import Training
+from ...report.network import NetworkReport
+from ...report.scaling import Scaled, ScalingReport
+from ...shared.errors import InvalidInput, WorkloadError
+from ...shared.messages import RankInfo
+from ...shared.progress import Progress
+from ...shared.questions import SWEEP_BYTES, StepsAmong, Sweep
+from ...shared.settings import Settings
+from ...shared.step_times import StepTimes
+from ..foreground import Foreground
+from ..training import Training
 
 LEAST_STEPS, MOST_STEPS = 4, 1000
 LONGEST_MESSAGE_S = 2.0  # as far as smaller ones tell; larger ones are left out

@@ -7,18 +7,18 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..report.bottleneck import Bottleneck, Circumstances
-from ..report.freed import FreeReport
-from ..report.memory import MemoryReport, RankMemory, check_view
-from ..report.step_time import TimeReport, aligned
-from ..report.sync import SyncReport
-from ..shared.errors import InvalidInput, WorkloadError
-from ..shared.messages import Ledger, RankInfo, Timeline
-from ..shared.ranklist import name_ranks
-from ..shared.state_file import as_path
-from .foreground import Foreground
-from .history import History
-from .training import Training
+from ...report.bottleneck import Bottleneck, Circumstances
+from ...report.freed import FreeReport
+from ...report.memory import MemoryReport, RankMemory, check_view
+from ...report.step_time import TimeReport, aligned
+from ...report.sync import SyncReport
+from ...shared.errors import InvalidInput, WorkloadError
+from ...shared.messages import Ledger, RankInfo, Timeline
+from ...shared.ranklist import name_ranks
+from ...shared.state_file import as_path
+from ..foreground import Foreground
+from ..history import History
+from ..training import Training
 
 
 class Inspection:

@@ -8,27 +8,27 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..planning.prediction import Prediction
-from ..planning.score import Asked
-from ..planning.tuning.record import Candidate, Record, speed_of
-from ..planning.tuning.result import TuneResult
-from ..planning.tuning.search import search
-from ..planning.tuning.space import Space, space
-from ..planning.tuning.trial_times import TrialTimes
-from ..report.differences import typed
-from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
-from ..shared.forecast import SMALL
-from ..shared.knobs import KNOBS
-from ..shared.knobs.batch import shortened
-from ..shared.progress import Progress
-from ..shared.settings import Settings
-from ..shared.units import format_bytes, format_rate, parse_size
-from . import compatibility
-from .foreground import Foreground
-from .history import History
+from ...planning.prediction import Prediction
+from ...planning.score import Asked
+from ...planning.tuning.record import Candidate, Record, speed_of
+from ...planning.tuning.result import TuneResult
+from ...planning.tuning.search import search
+from ...planning.tuning.space import Space, space
+from ...planning.tuning.trial_times import TrialTimes
+from ...report.differences import typed
+from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
+from ...shared.forecast import SMALL
+from ...shared.knobs import KNOBS
+from ...shared.knobs.batch import shortened
+from ...shared.progress import Progress
+from ...shared.settings import Settings
+from ...shared.units import format_bytes, format_rate, parse_size
+from .. import compatibility
+from ..foreground import Foreground
+from ..history import History
+from ..training import Training
+from .fitting import Changed, SlowPrecisions, Unchanged
 from .predicting import Predicting
-from .training import Training
-from .trial_checks import Changed, SlowPrecisions, Unchanged
 
 _LEAST_BUDGET = 2**20  # bytes: a number without a unit may be meant as MiB
 LEAST_S, MOST_S = 1.0, 86400.0

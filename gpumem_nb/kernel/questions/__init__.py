@@ -1,0 +1,1 @@
+"""Questions to the ranks of one cluster."""
