@@ -23,6 +23,8 @@ USUAL = Path("/usr/local/cuda")
 NAMED_BY = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
 COMPILER = "nvcc,cccl,culibos"
 """Extras of ``cuda-toolkit``: the compiler, headers that CUDA's own include, what its static runtime is linked with."""
+BESIDE_COMPILER = ("nvidia-nvvm", "nvidia-cuda-crt")
+"""What nvcc compiles with: of another release than its own, its code is refused ("Unsupported .version 9.5")."""
 INSTALL_TIMEOUT_S = 1800
 _NEEDED = ("bin/nvcc", "include/cuda_runtime.h")
 _NEEDED_OF_WHEELS = (*_NEEDED, "include/nv/target", "lib/libculibos.a")  # one file of each package
@@ -56,7 +58,7 @@ def obtain(cuda: str, scratch: Path) -> Path:
     wheels, system = wheel_folders(cuda), on_the_system(cuda)
     if wheels and not _have(wheels, _NEEDED_OF_WHEELS) and (compiler := pinned_compiler()):
         try:
-            install(compiler)
+            install(*compiler)
         except SetupError:
             if system is None:
                 raise
@@ -101,15 +103,20 @@ def release_of(folder: Path) -> str:
     return found[1] if found else ""
 
 
-def pinned_compiler() -> str | None:
-    """Return pip's name of the installed torch's compiler, such as ``cuda-toolkit[nvcc,cccl,culibos]==13.0.3``."""
+def pinned_compiler() -> tuple[str, ...]:
+    """Return pip's names of the installed torch's compiler, such as ``cuda-toolkit[nvcc,cccl,culibos]==13.0.2``.
+
+    Some versions of ``cuda-toolkit`` pin nvcc and leave free what it compiles with: that gets nvcc's release here.
+    """
     for line in importlib.metadata.requires("torch") or []:
         if found := _PIN.match(line):
-            return f"cuda-toolkit[{COMPILER}]=={found['version']}"
-    return None
+            release = ".".join(found["version"].split(".")[:2])
+            beside = (f"{name}=={release}.*" for name in BESIDE_COMPILER)
+            return f"cuda-toolkit[{COMPILER}]=={found['version']}", *beside
+    return ()
 
 
-def install(requirement: str) -> None:
+def install(*requirements: str) -> None:
     """Put the compiler into this environment, beside the libraries that torch brought.
 
     Raises:
@@ -117,9 +124,9 @@ def install(requirement: str) -> None:
     """
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     try:
-        with long_step(f"Installing torch's CUDA compiler, {requirement}"):
+        with long_step(f"Installing torch's CUDA compiler, {requirements[0]}"):
             subprocess.run(
-                [*command, requirement],
+                [*command, *requirements],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -130,7 +137,7 @@ def install(requirement: str) -> None:
         late = f"it took longer than {INSTALL_TIMEOUT_S // 60} minutes"
         said = str(error.stderr or "").strip().splitlines() or [late]
         raise SetupError(
-            f"pip could not install {requirement}: {said[-1]}. Install a CUDA toolkit yourself, and say where it is "
+            f"pip could not install {' '.join(requirements)}: {said[-1]}. Install a CUDA toolkit yourself, and say where it is "
             "with CUDA_HOME=/usr/local/cuda"
         ) from None
 

@@ -83,14 +83,15 @@ def test_the_compiler_that_torch_pins_is_installed_where_there_is_none(
     wheels(site_packages, compiler=False)
     installed: list[str] = []
 
-    def install(requirement: str) -> None:
-        installed.append(requirement)
+    def install(*requirements: str) -> None:
+        installed.extend(requirements)
         wheels(site_packages, compiler=True)
 
     monkeypatch.setattr(cuda_toolkit, "install", install)
     home = cuda_toolkit.obtain("13.0", tmp_path)
     assert (home / "bin" / "nvcc").resolve().is_relative_to(site_packages)
-    assert installed == ["cuda-toolkit[nvcc,cccl,culibos]==13.0.3"]
+    # What nvcc compiles with is of its own release: a newer one makes code that it refuses.
+    assert installed == ["cuda-toolkit[nvcc,cccl,culibos]==13.0.3", "nvidia-nvvm==13.0.*", "nvidia-cuda-crt==13.0.*"]
 
 
 def test_a_compiler_that_pip_puts_in_another_place_than_torchs_is_found(
@@ -98,7 +99,7 @@ def test_a_compiler_that_pip_puts_in_another_place_than_torchs_is_found(
 ) -> None:
     of_torch, own = wheels(site_packages, compiler=False), tmp_path / "own"
 
-    def install(requirement: str) -> None:
+    def install(*requirements: str) -> None:
         wheels(own, compiler=True)
         monkeypatch.setenv("PYTHONPATH", f"{site_packages}:{own}")
 
