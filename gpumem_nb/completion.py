@@ -10,7 +10,7 @@ from IPython.core.magic_arguments import argument
 
 from .kernel.policy import RULES
 from .shared.knobs import KNOBS
-from .shared.knobs.option import Option
+from .shared.values import Option
 from .workloads.catalog import CATALOG
 
 ROLES = ("model", "loss", "data", "optimizer", "scheduler", "eval_data", "metric", "seed")

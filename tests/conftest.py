@@ -20,7 +20,7 @@ from gpumem_nb.kernel.policy import Policy
 from gpumem_nb.session import Session
 from gpumem_nb.shared import snapshot_folder
 from gpumem_nb.shared.errors import GpumemError
-from gpumem_nb.shared.seeds import DEFAULT_SEED
+from gpumem_nb.shared.units import DEFAULT_SEED
 from tests import internals
 from tests.timing import HANG_S
 

@@ -23,7 +23,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared import cluster_records
 from gpumem_nb.shared.messages import RankInfo
 from gpumem_nb.shared.processes import Identity
-from gpumem_nb.shared.seeds import DEFAULT_SEED
+from gpumem_nb.shared.units import DEFAULT_SEED
 
 # Sessions -------------------------------------------------------------------------------------------------------------
 

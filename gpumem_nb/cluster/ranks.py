@@ -12,10 +12,9 @@ from typing import Any
 import cloudpickle
 
 from ..internals.ipyparallel_internals import forget_sent
-from ..shared.answers import Pulse
+from ..shared.answers import Progress, Pulse
 from ..shared.errors import ClusterDied, GpumemError, RankError, StartError, TrainingFailed
 from ..shared.messages import RankConfig
-from ..shared.progress import Progress
 from .calls import Call
 from .interrupts import finish_anyway, shielded
 from .launchers import Launcher

@@ -7,7 +7,7 @@ import os
 
 import psutil
 
-from ..shared import container, gpus
+from ..shared import gpus, processes
 from ..shared.errors import InvalidInput, StartError
 
 # An idle rank (Python, torch, Horovod) holds about 330 MB of resident memory (measured, torch 2.13 CPU build).
@@ -55,8 +55,8 @@ def gpus_in_use() -> list[str]:
 
 def most_ranks() -> int:
     """Return how many ranks this machine can hold: bounded by memory, and by eight ranks a core."""
-    by_memory = container.available_bytes() // RANK_RESIDENT_BYTES
-    return max(1, min(int(by_memory), 8 * container.cores()))
+    by_memory = processes.available_bytes() // RANK_RESIDENT_BYTES
+    return max(1, min(int(by_memory), 8 * processes.cores()))
 
 
 def check_number(n: int) -> None:
@@ -83,9 +83,9 @@ def choose(n: int | None, device: str) -> tuple[int, str]:
     if n is None:
         n = gpus or DEFAULT_RANKS_WITHOUT_GPU
     if n > most_ranks():
-        memory = container.available_bytes() / 2**30
+        memory = processes.available_bytes() / 2**30
         raise InvalidInput(
-            f"{n} ranks do not fit on this machine: with {container.cores()} cores and {memory:.0f} GiB of free memory "
+            f"{n} ranks do not fit on this machine: with {processes.cores()} cores and {memory:.0f} GiB of free memory "
             f"at most {most_ranks()} make sense. Try %hvd_start {min(4, most_ranks())}."
         )
     return n, kind

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ..memory.device import Device
 from ..shared.errors import WorkloadError
-from ..shared.seeds import DEFAULT_SEED
+from ..shared.units import DEFAULT_SEED
 from ..shared.workload import Workload
 from .data.held_out import HeldOut, as_held_out
 from .data.sameness import Look, agree, digest_of, look_at

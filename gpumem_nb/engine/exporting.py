@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..internals.torch_internals import batch_norms, buffers_by_name, has_step_hooks
 from ..memory.device import Device
-from ..shared.exporting import Facts as Facts
+from ..shared.questions import Facts as Facts
 from .data.handed import Columns, collated_copies
 from .data.once import samples_at
 from .data.orders import InTurn, Shuffled

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ..shared.exporting import Cell
+from ..shared.questions import Cell
 from .files import makes_files
 from .imports import PLOTTING, brought_by_all, imported_in
 from .plain import PlainCell, is_future, plain_cell

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..shared.exporting import Facts
+from ..shared.questions import Facts
 from ..shared.settings import Settings
 
 

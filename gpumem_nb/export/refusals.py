@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..shared.errors import WorkloadError
-from ..shared.exporting import Facts
 from ..shared.knobs import KNOBS
-from ..shared.learning_rate import OWN
-from ..shared.settings import Settings
+from ..shared.questions import Facts
+from ..shared.settings import OWN, Settings
 
 _DTYPES = {"float32", "float64"}
 _AGAIN = "Train a step first (%hvd_train 1)"

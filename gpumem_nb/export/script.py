@@ -7,7 +7,7 @@ from math import ceil
 from typing import Any
 
 from ..shared.knobs.communication import VARIABLES
-from ..shared.learning_rate import OWN
+from ..shared.settings import OWN
 from .batches import Batches, wrapped
 from .blocks import checkpointed, segment_length
 from .clashes import check_code, check_names, own_modules

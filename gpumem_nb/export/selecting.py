@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..shared.exporting import Cell
+from ..shared.questions import Cell
 from .cells import OFFERED, Part, Relations, parts_of
 from .files import calls
 from .imports import brought_by_all, imported_in

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ..shared.errors import WorkloadError
-from ..shared.exporting import Cell
+from ..shared.questions import Cell
 from .imports import brought_by_all
 from .plain import defining_magic
 from .statements import NOTEBOOK

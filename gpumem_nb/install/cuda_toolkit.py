@@ -137,8 +137,8 @@ def install(*requirements: str) -> None:
         late = f"it took longer than {INSTALL_TIMEOUT_S // 60} minutes"
         said = str(error.stderr or "").strip().splitlines() or [late]
         raise SetupError(
-            f"pip could not install {' '.join(requirements)}: {said[-1]}. Install a CUDA toolkit yourself, and say where it is "
-            "with CUDA_HOME=/usr/local/cuda"
+            f"pip could not install {' '.join(requirements)}: {said[-1]}. Install a CUDA toolkit yourself, and "
+            "say where it is with CUDA_HOME=/usr/local/cuda"
         ) from None
 
 

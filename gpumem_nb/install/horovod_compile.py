@@ -15,7 +15,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from ..shared import container
+from ..shared import processes
 from ..shared.errors import SetupError
 from . import cuda_toolkit
 from .horovod_source import fetch, patch, unpack
@@ -98,7 +98,7 @@ def build_path() -> str:
 
 def jobs() -> int:
     """Compilers at once: one for each core, as far as memory goes."""
-    return max(1, min(container.cores(), int(container.available_bytes() / 2**30 / JOB_GIB)))
+    return max(1, min(processes.cores(), int(processes.available_bytes() / 2**30 / JOB_GIB)))
 
 
 def build_environment(target: Target, scratch: Path) -> dict[str, str]:

@@ -14,9 +14,9 @@ from ..cluster.calls import Call
 from ..cluster.interrupts import let_finish, shielded
 from ..cluster.ranks import Posted, Ranks
 from ..report import waits
+from ..shared.answers import Progress
 from ..shared.errors import ClusterDied, Interrupted, NoSession, RankError, Stalled, TrainingFailed, WorkloadError
 from ..shared.messages import Surroundings
-from ..shared.progress import Progress
 from ..shared.ranklist import RankChoice, choose_ranks, name_ranks
 from .history import History
 from .policy import Policy

@@ -14,9 +14,9 @@ from ..report.speed import STEPS_JUDGED
 from ..report.status import Status, describe_ledger
 from ..report.step_time import TimeReport
 from ..shared import snapshot_folder
+from ..shared.answers import Progress
 from ..shared.errors import ClusterDied, Interrupted, InvalidInput, nearest
 from ..shared.knobs import KNOBS
-from ..shared.progress import Progress
 from ..shared.settings import Settings
 from . import compatibility, starting
 from .foreground import Foreground

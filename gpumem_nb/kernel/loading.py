@@ -17,8 +17,8 @@ from ..report.runs.stored import readable
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError, WorkloadError
 from ..shared.messages import SnapshotOrder
-from ..shared.seeds import checked_seed
 from ..shared.settings import Settings
+from ..shared.units import checked_seed
 from ..shared.workload import Workload, WorkloadInfo
 from ..workloads import catalog
 from . import compatibility

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..shared.exporting import Cell
-from ..shared.seeds import DEFAULT_SEED
+from ..shared.questions import Cell
 from ..shared.settings import Settings
+from ..shared.units import DEFAULT_SEED
 from ..shared.workload import Workload
 
 

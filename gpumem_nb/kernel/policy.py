@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..shared.knobs.option import Option, only_words, positive, whole
-from ..shared.knobs.values import Values
 from ..shared.units import parse_size, typed_size
+from ..shared.values import Option, Values, only_words, positive, whole
 
 
 def _seconds(value: Any) -> float:

@@ -9,11 +9,11 @@ from ..cluster.hosts.parsing import Host, share_out
 from ..cluster.launchers import LAUNCHERS, Job, Launcher, launcher_named
 from ..cluster.ranks import Ranks
 from ..engine import entry
-from ..shared import cluster_records, container
+from ..shared import cluster_records, processes
+from ..shared.answers import Progress
 from ..shared.errors import InvalidInput
 from ..shared.knobs import additional
 from ..shared.messages import RankConfig
-from ..shared.progress import Progress
 from ..shared.units import parse_size
 from .running import pickled
 
@@ -80,7 +80,7 @@ def plan(
         progress(f"besides, {other}", 0.0)
     size = sum(host.ranks for host in places) or here
     most = max((host.ranks for host in places), default=size)  # on one host
-    each = threads or max(1, container.cores() // most)
+    each = threads or max(1, processes.cores() // most)
     return Plan(size, kind, limit, each, float(timeout), places, start_by)
 
 

@@ -10,8 +10,8 @@ from ..cluster import resources
 from ..report.runs.stored import ImportedRuns, packed, unpacked
 from ..report.state_files import SnapshotRow, Snapshots, StateFile
 from ..shared import snapshot_folder, state_file
+from ..shared.answers import Progress
 from ..shared.errors import StateFileError
-from ..shared.progress import Progress
 from ..shared.state_file import as_path
 from ..workloads import catalog
 from .foreground import Foreground

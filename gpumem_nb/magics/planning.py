@@ -16,8 +16,8 @@ from ..planning import gpu_table
 from ..planning.tuning.result import TuneResult
 from ..planning.tuning.space import TUNABLE
 from ..session import current
+from ..shared.answers import Progress
 from ..shared.errors import GpumemError, InvalidInput
-from ..shared.progress import Progress
 from ..shared.workload import Workload
 from ..ui.progress import progress_bar
 from .parsing import intermixed, pair, pairs, says_usage, shell_of, unquoted

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..report.tables import Report, Table
-from ..shared.dry_run import DryAnswer, DryRun, Target
 from ..shared.errors import InvalidInput, nearest
+from ..shared.forecast import DryAnswer, DryRun, Target
 from ..shared.knobs import KNOBS, additional
 from ..shared.knobs.communication import fusion_bytes
 from ..shared.settings import Settings

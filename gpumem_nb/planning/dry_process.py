@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import IO
 
 from ..cluster.interrupts import shielded
-from ..shared.dry_run import SEARCH_S, DryAnswer, DryRun
 from ..shared.errors import InvalidInput, WorkloadError
+from ..shared.forecast import SEARCH_S, DryAnswer, DryRun
 from ..shared.units import format_bytes
 
 MOST_BYTES = 4 * 2**30

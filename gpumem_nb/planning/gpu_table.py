@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..shared.dry_run import Kernels
 from ..shared.errors import InvalidInput, nearest
+from ..shared.forecast import Kernels
 
 VARIABLE = "GPUMEM_NB_GPUS"
 _TABLE = Path(__file__).with_name("gpus.csv")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, KNOBS
-from ..shared.knobs.values import Kind
 from ..shared.settings import Settings
+from ..shared.values import Kind
 from ..shared.workload import Splits
 
 NOT_KNOWN = Splits()

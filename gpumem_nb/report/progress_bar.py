@@ -56,7 +56,7 @@ _Meter.set_lock(threading.RLock())
 
 
 class ProgressBar:
-    """One bar with a title; called as a :data:`~gpumem_nb.shared.progress.Progress`.
+    """One bar with a title; called as a :data:`~gpumem_nb.shared.answers.Progress`.
 
     Args:
         title: what is being done.

@@ -12,9 +12,9 @@ from ..kernel.lifecycle import Lifecycle
 from ..report.state_files import Snapshots, StateFile
 from ..report.written import Written
 from ..shared import snapshot_folder
+from ..shared.answers import Progress
 from ..shared.errors import InvalidInput, NoSession
 from ..shared.messages import RankInfo
-from ..shared.progress import Progress
 from .cells import RunsCells
 from .logs import WritesLogs
 from .looking import ReportsState

@@ -18,8 +18,8 @@ from ..report.step_time import TimeReport
 from ..report.sync import SyncReport
 from ..report.waits import WaitReport
 from ..report.written import TraceFile
+from ..shared.answers import Progress
 from ..shared.messages import Timeline
-from ..shared.progress import Progress
 
 
 class ReportsState:

@@ -14,8 +14,8 @@ from ..planning.score import Scoreboard
 from ..planning.tuning.result import TuneResult
 from ..planning.what_fits import WhatFits
 from ..planning.what_if import WhatIf
+from ..shared.answers import Progress
 from ..shared.errors import InvalidInput
-from ..shared.progress import Progress
 from ..shared.settings import Settings
 
 

@@ -9,8 +9,8 @@ from ..install.versions import versions
 from ..report.leak_sentences import in_words
 from ..report.tables import BEGIN, notes_html
 from ..report.written import Written, check_over, write_over
+from ..shared.answers import Progress
 from ..shared.errors import GpumemError, InvalidInput
-from ..shared.progress import Progress
 from ..shared.state_file import as_path
 
 if TYPE_CHECKING:

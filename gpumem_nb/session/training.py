@@ -12,8 +12,8 @@ from ..report.run_summary import Run
 from ..report.runs import Runs
 from ..report.runs.comparing import Comparison
 from ..report.runs.stored import ImportedRuns
+from ..shared.answers import Progress
 from ..shared.errors import WorkloadError
-from ..shared.progress import Progress
 from ..shared.settings import Settings
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..kernel.lifecycle import Lifecycle
 from ..report.state_files import Snapshots, StateFile
 from ..report.written import ExportedScript
-from ..shared.progress import Progress
+from ..shared.answers import Progress
 from ..shared.workload import Splits, Workload, WorkloadInfo
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .messages import DeviceUse, Reading
@@ -68,3 +69,7 @@ class Answer:
     raised: bool = False
     notes: tuple[str, ...] = ()
     drew: bool = False
+
+
+Progress = Callable[[str, float], None]
+"""Told what is being waited for, and how much of it is done (0 to 1)."""

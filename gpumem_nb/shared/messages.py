@@ -9,9 +9,9 @@ from typing import Any
 from .allocator_settings import DEFAULT, AllocatorSettings
 from .knobs import Knob
 from .readings import METRICS, LiveBytes
-from .seeds import DEFAULT_SEED
 from .settings import Settings
 from .step_times import REDUCTION, StepLanes, StepTimes
+from .units import DEFAULT_SEED
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,16 @@
-"""Settings: all knobs together, immutable, validated on the way in."""
+"""Settings: all knobs together, validated on the way in; lighter ones, and the learning rate that they ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import InvalidInput, StateFileError, WorkloadError
 from .knobs import CHANGES, KNOBS, additional
-from .knobs.knob import MATHEMATICS
-from .knobs.values import Values
+from .knobs.knob import MATHEMATICS, Changes, Knob, Need
+from .values import Values
 
 
 class Settings(Values):
@@ -88,3 +89,66 @@ class Settings(Values):
         """Samples one rank sees in one optimizer step."""
         samples: int = self.batch_size * self.accumulation_steps
         return samples
+
+
+def strongest_first(need: Need) -> list[Changes]:
+    """Those of the knobs that move most of the category come first."""
+    return _changes(need, lambda knob: -knob.moves[need.category])
+
+
+def mildest_first(need: Need) -> list[Settings]:
+    """Return the settings after each change: first those that keep the mathematics, then those that move little."""
+    changed = [need.settings.replace(**changes) for changes in _changes(need, lambda knob: knob.moves[need.category])]
+    return sorted(changed, key=lambda after: not after.same_mathematics(need.settings))
+
+
+def _changes(need: Need, order: Callable[[Knob], int]) -> list[Changes]:
+    able = [knob for knob in KNOBS.values() if need.category in knob.moves]
+    return [changes for knob in sorted(able, key=order) if knob.lighter for changes in knob.lighter(need)]
+
+
+OWN = "own"
+Schedule = tuple[str, int]
+
+
+def learning_rate(settings: Settings, done: int, ranks: int) -> float:
+    """Return the first group's rate for the next step, ``done`` steps into its schedule, on so many ranks.
+
+    With ``lr_schedule=constant``, no warm-up and ``lr_scaling=none`` it is the knob itself, bit for bit.
+    """
+    rate: float = settings.learning_rate
+    return rate * batch_factor(settings, ranks) * schedule_factor(settings, done)
+
+
+def batch_factor(settings: Settings, ranks: int) -> float:
+    """By how much the rate follows the global batch away from the one that it was chosen for.
+
+    ``linear``: Goyal et al. 2017 (arXiv 1706.02677), section 2.1. ``sqrt``: Krizhevsky 2014 (arXiv 1404.5997), section
+    5; for Adam, Malladi et al. 2022 (arXiv 2205.10287).
+    """
+    if settings.lr_scaling == "none" or settings.reference_batch is None:
+        return 1.0
+    ratio = settings.samples_per_rank * ranks / settings.reference_batch
+    return math.sqrt(ratio) if settings.lr_scaling == "sqrt" else ratio
+
+
+def schedule_factor(settings: Settings, done: int) -> float:
+    """Return the share of the full rate at which a step runs.
+
+    The warm-up is that of torch's ``LinearLR(start_factor=1 / (W + 1), total_iters=W)``, what follows it that of
+    ``CosineAnnealingLR(T)`` or of ``LinearLR(1, 0, T)`` with the steps T that are left; then it stays at 0.
+    """
+    warmup = settings.warmup_steps
+    if settings.lr_schedule == OWN:
+        return 1.0
+    if done < warmup:
+        return float((done + 1) / (warmup + 1))
+    if settings.lr_schedule == "constant" or settings.schedule_steps is None:
+        return 1.0
+    share = min(1.0, (done - warmup) / max(1, settings.schedule_steps - warmup))
+    return (1 + math.cos(math.pi * share)) / 2 if settings.lr_schedule == "cosine" else 1 - share
+
+
+def schedule_of(settings: Settings) -> Schedule:
+    """Return what makes a schedule another one, which begins with the next step. A longer or shorter one goes on."""
+    return settings.lr_schedule, settings.warmup_steps

@@ -1,9 +1,11 @@
-"""Numbers for people: reading sizes that they type, printing sizes and throughputs that they read."""
+"""Numbers for people: sizes and seeds that they type, sizes and throughputs that they read."""
 
 from __future__ import annotations
 
+import operator
 import re
 from decimal import Decimal
+from typing import Any
 
 from .errors import InvalidInput
 
@@ -66,3 +68,21 @@ def format_bytes(n: int | None) -> str:
 def format_rate(value: float | None) -> str:
     """Return a throughput for people; ``n/a`` for what is not known."""
     return "n/a" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+DEFAULT_SEED = 0
+LARGEST_SEED = 2**32 - 1
+"""NumPy's global random numbers take no larger one."""
+
+
+def checked_seed(value: Any) -> int:
+    """Return a seed given as a number or, as magics pass it, as text; ``InvalidInput`` says what is allowed."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        seed = int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        seed = -1
+    if not 0 <= seed <= LARGEST_SEED:
+        raise InvalidInput(f"seed={value!r} cannot be used: it must be a whole number from 0 to {LARGEST_SEED}.")
+    return seed

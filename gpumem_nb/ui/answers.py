@@ -7,7 +7,7 @@ from typing import Any
 
 import ipywidgets
 
-from ..shared.progress import Progress
+from ..shared.answers import Progress
 from .controls import NOTHING_LOADED, box
 from .doctor_view import DoctorView
 from .search_view import Ask, SearchView

@@ -15,8 +15,8 @@ from ..planning.doctor.diagnosis import Diagnosis, card
 from ..planning.doctor.finding import Finding, Flip
 from ..report.speed import FEWEST_STEPS, WARM_UP_STEPS
 from ..report.tables import notes_html
+from ..shared.answers import Progress
 from ..shared.errors import GpumemError
-from ..shared.progress import Progress
 from ..shared.units import format_bytes, format_rate
 from . import threads
 from .controls import box

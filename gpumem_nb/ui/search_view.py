@@ -10,8 +10,8 @@ from typing import Any
 
 import ipywidgets
 
+from ..shared.answers import Progress
 from ..shared.errors import GpumemError
-from ..shared.progress import Progress
 from .controls import box, family
 from .region import Region
 from .steered import Steered

@@ -15,8 +15,8 @@ from ..planning.what_fits import WhatFits
 from ..report.bottleneck import Bottleneck
 from ..report.runs import Runs
 from ..report.waits import WaitReport
+from ..shared.answers import Progress
 from ..shared.messages import RankInfo
-from ..shared.progress import Progress
 from ..shared.settings import Settings
 from ..shared.workload import WorkloadInfo
 

@@ -12,8 +12,8 @@ import ipywidgets
 from ..planning.tuning.result import TuneResult
 from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
 from ..report.tables import notes_html, shown_html
+from ..shared.answers import Progress
 from ..shared.errors import GpumemError, InvalidInput
-from ..shared.progress import Progress
 from . import threads
 from .controls import box
 from .region import Region

@@ -17,8 +17,8 @@ from ..report.rescue import Rescue
 from ..shared import categories as c
 from ..shared.forecast import MOST_BATCH
 from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, Need
-from ..shared.knobs.lighter import strongest_first
 from ..shared.messages import Leak, RankInfo, Reading
+from ..shared.settings import strongest_first
 from ..shared.units import format_bytes, format_rate
 from .bands import Peak, above_median, worst_first
 from .runs_picture import common_limit

@@ -18,7 +18,7 @@ from unittest import mock
 import gpumem_nb
 from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
-from gpumem_nb.shared.dry_run import DryAnswer, DryRun
+from gpumem_nb.shared.forecast import DryAnswer, DryRun
 from tests.bench import plot
 from tests.published import rows as published
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpumem_nb.shared.container import cores
+from gpumem_nb.shared.processes import cores
 from tests.bench import autotune, figures, tuning
 from tests.bench.figures import Figure, say
 from tests.bench.sides import Notebook

@@ -17,7 +17,7 @@ from jupyter_client.manager import start_new_kernel
 
 from gpumem_nb.cluster.launchers.mpi import environment
 from gpumem_nb.install.mpi_tools import require_tool
-from gpumem_nb.shared.container import cores
+from gpumem_nb.shared.processes import cores
 from tests.kernels import kernel_pid
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 PLAIN = f"""
 from gpumem_nb.workloads.digits import Digits
-from gpumem_nb.workloads.recipes import mean_cross_entropy
+from gpumem_nb.workloads.catalog import mean_cross_entropy
 held_out = Digits({SMALL["resolution"]}, train=False)
 batch = torch.utils.data.default_collate([held_out[index] for index in range(len(held_out))])
 with torch.no_grad():

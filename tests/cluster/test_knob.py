@@ -14,8 +14,8 @@ from gpumem_nb.shared.categories import OTHER
 from gpumem_nb.shared.errors import InvalidInput, StateFileError, TrainingFailed
 from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register
 from gpumem_nb.shared.knobs.knob import MOST
-from gpumem_nb.shared.knobs.option import whole
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.values import whole
 from tests.internals import widgets_in
 
 pytestmark = pytest.mark.cluster

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from gpumem_nb.session import Session
-from gpumem_nb.shared.container import cores
+from gpumem_nb.shared.processes import cores
 from gpumem_nb.shared.units import format_bytes
 from tests.cluster import faults, trouble
 from tests.cluster.faults import FAULTS, Fault

@@ -63,7 +63,7 @@ def dry_peak_bytes(model: Callable[[], nn.Module], micro_batches: int) -> int:
     import gpumem_nb as gm
     from gpumem_nb.engine.dry.batches import Batches
     from gpumem_nb.engine.dry.step import DryStep
-    from gpumem_nb.shared.dry_run import Kernels
+    from gpumem_nb.shared.forecast import Kernels
     from gpumem_nb.shared.settings import Settings
 
     settings = Settings(optimizer="sgd", optimizer_impl="loop", accumulation_steps=micro_batches)

@@ -28,9 +28,8 @@ from gpumem_nb.engine.dry.step import DryStep
 from gpumem_nb.internals.fake_internals import fake_mode
 from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import Prediction
-from gpumem_nb.shared.dry_run import Kernels, Target
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
-from gpumem_nb.shared.forecast import SEGMENT_BYTES
+from gpumem_nb.shared.forecast import SEGMENT_BYTES, Kernels, Target
 from gpumem_nb.shared.knobs import KNOBS, Knob, register
 from gpumem_nb.shared.settings import Settings
 

@@ -22,8 +22,8 @@ from gpumem_nb.magics.planning import PlanningMagics
 from gpumem_nb.planning import dry_process, gpu_table
 from gpumem_nb.planning.cold import ColdPredictions
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
-from gpumem_nb.shared.dry_run import DryAnswer, DryRun
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from gpumem_nb.shared.forecast import DryAnswer, DryRun
 from tests.published import rows as published
 
 MIB = 2**20

@@ -17,7 +17,7 @@ from gpumem_nb.engine.dry.batches import Batches
 from gpumem_nb.engine.dry.step import DryStep
 from gpumem_nb.memory.ledger.trace import CODE, Trace
 from gpumem_nb.shared.categories import COMMUNICATION
-from gpumem_nb.shared.dry_run import Kernels
+from gpumem_nb.shared.forecast import Kernels
 from gpumem_nb.shared.settings import Settings
 
 from .test_cold_model import keeping

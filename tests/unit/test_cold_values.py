@@ -13,9 +13,8 @@ import gpumem_nb as gm
 from gpumem_nb.engine.dry import answer
 from gpumem_nb.engine.dry.batches import Batches
 from gpumem_nb.planning.prediction import Prediction
-from gpumem_nb.shared.dry_run import Kernels
 from gpumem_nb.shared.errors import WorkloadError
-from gpumem_nb.shared.forecast import SEGMENT_BYTES
+from gpumem_nb.shared.forecast import SEGMENT_BYTES, Kernels
 from gpumem_nb.shared.settings import Settings
 
 WIDTH, LENGTH, SAMPLES = 64, 512, 32

@@ -17,8 +17,8 @@ from gpumem_nb.export.templating import render
 from gpumem_nb.kernel.origin import MOST_CELLS, CellRecord
 from gpumem_nb.kernel.running import pickled
 from gpumem_nb.shared.errors import WorkloadError
-from gpumem_nb.shared.exporting import Cell
 from gpumem_nb.shared.knobs import KNOBS
+from gpumem_nb.shared.questions import Cell
 
 
 def sliced(*cells: Cell | str, names: tuple[str, ...] = ("net",)) -> str:
@@ -236,7 +236,7 @@ def around(value: int) -> Callable[[], int]:
             lambda: notebook("import numpy as np\nx = np.ones(3)\ndef f(): return x")["f"],
             "x, a ndarray of the notebook",
         ),
-        (lambda: __import__("gpumem_nb.workloads.recipes").workloads.recipes.accuracy, r"gpumem_nb\.workloads"),
+        (lambda: __import__("gpumem_nb.workloads.catalog").workloads.catalog.accuracy, r"gpumem_nb\.workloads"),
         (lambda: eval("lambda: 3"), "source is not known"),
         (lambda: [].append, "top level of a notebook cell"),
     ],

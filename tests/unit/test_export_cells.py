@@ -10,7 +10,7 @@ import pytest
 
 from gpumem_nb.export.selecting import selected, settings_in
 from gpumem_nb.shared.errors import WorkloadError
-from gpumem_nb.shared.exporting import Cell
+from gpumem_nb.shared.questions import Cell
 
 
 def sliced(*cells: Cell | str, names: tuple[str, ...] = ("net",)) -> str:

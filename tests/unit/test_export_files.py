@@ -8,7 +8,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from gpumem_nb.export.order import Source
 from gpumem_nb.export.selecting import Selected, selected
 from gpumem_nb.kernel.questions.exporting import _of_statements
-from gpumem_nb.shared.exporting import Cell
+from gpumem_nb.shared.questions import Cell
 
 BEGIN = (
     "import os, shutil, subprocess, tarfile, urllib.request, zipfile\nimport subprocess as sp\nfrom os import system\n"

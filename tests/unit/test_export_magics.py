@@ -8,7 +8,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from gpumem_nb.export.plain import without_timing
 from gpumem_nb.export.selecting import selected, settings_in
 from gpumem_nb.shared.errors import WorkloadError
-from gpumem_nb.shared.exporting import Cell
+from gpumem_nb.shared.questions import Cell
 
 
 def cell(source: str, drew: bool = False) -> Cell:

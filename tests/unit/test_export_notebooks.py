@@ -13,7 +13,7 @@ import torch
 from IPython.core.inputtransformer2 import TransformerManager
 
 from gpumem_nb.export.selecting import selected
-from gpumem_nb.shared.exporting import Cell
+from gpumem_nb.shared.questions import Cell
 
 BEGIN = "import torch, random\nfrom torch import nn\nimport numpy as np\nWIDTH = 4"
 DATA = "rows = torch.randn(8, WIDTH)\nlabels = torch.arange(8) % 3"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_nb.shared.errors import WorkloadError
-from gpumem_nb.shared.exporting import Cell
+from gpumem_nb.shared.questions import Cell
 
 from .test_export_cells import sliced
 

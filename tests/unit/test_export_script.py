@@ -23,7 +23,7 @@ from gpumem_nb.export.script import script
 from gpumem_nb.export.selecting import selected
 from gpumem_nb.kernel.questions.exporting import agreed
 from gpumem_nb.shared.errors import WorkloadError
-from gpumem_nb.shared.exporting import Cell, Facts
+from gpumem_nb.shared.questions import Cell, Facts
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.workloads import catalog
 

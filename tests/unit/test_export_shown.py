@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_nb.export.selecting import selected
-from gpumem_nb.shared.exporting import Cell
+from gpumem_nb.shared.questions import Cell
 
 BEGIN = (
     "import matplotlib.pyplot as plt\nimport seaborn as sns",

@@ -8,7 +8,7 @@ import pytest
 
 from gpumem_nb.export.selecting import Selected, selected
 from gpumem_nb.shared.errors import WorkloadError
-from gpumem_nb.shared.exporting import Cell
+from gpumem_nb.shared.questions import Cell
 from gpumem_nb.shared.settings import Settings
 
 from .test_export_script import OWN, written

@@ -21,9 +21,9 @@ from gpumem_nb.engine.together.interrupts import held_back, take_over
 from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register
-from gpumem_nb.shared.knobs.option import whole
 from gpumem_nb.shared.messages import Chunk, Failure, Sample
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.values import whole
 from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard, overheard
 

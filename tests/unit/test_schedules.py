@@ -16,9 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR,
 from gpumem_nb.kernel import compatibility
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, KNOBS
-from gpumem_nb.shared.learning_rate import learning_rate
 from gpumem_nb.shared.messages import Chunk
-from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.settings import Settings, learning_rate
 from gpumem_nb.shared.workload import WorkloadInfo
 from tests.unit.test_learning_rates import SCHEDULERS, Bench, set_rates
 from tests.unit.test_one_rank import alone as alone

@@ -10,7 +10,7 @@ from typing import Any
 import ipywidgets
 import pytest
 
-from gpumem_nb.shared.progress import Progress
+from gpumem_nb.shared.answers import Progress
 from gpumem_nb.ui.region import Region
 from gpumem_nb.ui.search_view import SearchView
 from tests.internals import widgets_in

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpumem_nb.shared.errors import InvalidInput
-from gpumem_nb.shared.seeds import LARGEST_SEED, checked_seed
+from gpumem_nb.shared.units import LARGEST_SEED, checked_seed
 
 
 @pytest.mark.parametrize(("given", "seed"), [(0, 0), ("7", 7), (np.int64(3), 3), (LARGEST_SEED, 2**32 - 1)])

@@ -12,8 +12,8 @@ import pytest
 from gpumem_nb.report.differences import arrows, mathematics, short, typed
 from gpumem_nb.shared.errors import InvalidInput, StateFileError, WorkloadError
 from gpumem_nb.shared.knobs import KNOBS, Knob, additional, register
-from gpumem_nb.shared.knobs.option import whole
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.values import whole
 
 
 def test_text_and_numbers_mean_the_same() -> None:

@@ -13,7 +13,7 @@ from gpumem_nb.report.differences import typed
 from gpumem_nb.report.rescue import Fit, Rescue
 from gpumem_nb.shared.categories import ACTIVATIONS
 from gpumem_nb.shared.forecast import RECORDED, VARYING, Forecast, Forecasts
-from gpumem_nb.shared.knobs.batch import halved
+from gpumem_nb.shared.knobs.step import halved
 from gpumem_nb.shared.messages import Failure, Reading
 from gpumem_nb.shared.settings import Settings
 

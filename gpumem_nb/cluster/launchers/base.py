@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import psutil
 
 from ...shared import cluster_records
+from ...shared.answers import Progress
 from ...shared.errors import StartError
 from ...shared.messages import RankInfo
 from ...shared.processes import STOPPED, Identity, identify
-from ...shared.progress import Progress
 from ..hosts.connection import RemoteRank
 from ..hosts.group import RemoteHosts
 from ..hosts.parsing import Host

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ...shared.seeds import DEFAULT_SEED
+from ...shared.units import DEFAULT_SEED
 from .handed import Handed, handed_over
 from .iterables import IterableStream
 from .stream import ShardedStream, Stream

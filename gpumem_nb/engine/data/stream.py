@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...shared.errors import WorkloadError
-from ...shared.knobs.batch import why_fixed
-from ...shared.seeds import DEFAULT_SEED
+from ...shared.knobs.step import why_fixed
 from ...shared.settings import Settings
+from ...shared.units import DEFAULT_SEED
 from ...shared.workload import DataInfo
 from .. import cells
 from .fetching import Fetcher, Task

@@ -17,7 +17,6 @@ from ...memory.ledger.trace import Trace
 from ...memory.prediction.forecast import forecast, from_the_start
 from ...memory.prediction.scaling import SmallSteps
 from ...shared.categories import COMMUNICATION
-from ...shared.dry_run import SEARCH_S, DryAnswer, DryRun, Kernels, OnGpu, Target
 from ...shared.errors import GpumemError, InvalidInput, WorkloadError, text_of
 from ...shared.forecast import (
     DRY,
@@ -28,13 +27,18 @@ from ...shared.forecast import (
     MOST_BATCH,
     ON_CPU,
     SCALED,
+    SEARCH_S,
     VARYING,
+    DryAnswer,
+    DryRun,
     Forecast,
+    Kernels,
+    OnGpu,
+    Target,
 )
-from ...shared.knobs.batch import shortened, why_fixed
-from ...shared.seeds import DEFAULT_SEED
+from ...shared.knobs.step import shortened, why_fixed
 from ...shared.settings import Settings
-from ...shared.units import format_bytes
+from ...shared.units import DEFAULT_SEED, format_bytes
 from ...shared.workload import DataInfo, Workload
 from .. import cells
 from ..random_state import seeded

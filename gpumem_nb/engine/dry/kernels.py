@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...shared.dry_run import Kernels
+from ...shared.forecast import Kernels
 
 _aten = torch.ops.aten
 _LARGEST_FLASH_HEAD = 256

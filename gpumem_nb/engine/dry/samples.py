@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...shared.errors import WorkloadError, text_of
-from ...shared.seeds import DEFAULT_SEED
+from ...shared.units import DEFAULT_SEED
 from ..data.handed import Handed, check_repeatable
 from ..data.once import samples_at
 from ..data.shapes import size

@@ -16,11 +16,11 @@ from ...memory.ledger.recorder import Recorder
 from ...memory.ledger.trace import Trace
 from ...memory.tensors import tensors_in
 from ...shared.categories import COMMUNICATION, INPUTS
-from ...shared.dry_run import Kernels
 from ...shared.errors import InvalidInput
-from ...shared.knobs.optimizer import brings_none
-from ...shared.seeds import DEFAULT_SEED
+from ...shared.forecast import Kernels
+from ...shared.knobs.update import brings_none
 from ...shared.settings import Settings
+from ...shared.units import DEFAULT_SEED
 from ...shared.workload import Workload
 from ..random_state import seeded
 from ..replay.checkpointing import Checkpointing, find_blocks

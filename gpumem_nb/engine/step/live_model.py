@@ -16,9 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...memory.device import Device
 from ...shared.errors import WorkloadError
 from ...shared.knobs import KNOBS
-from ...shared.knobs.optimizer import brings_none
-from ...shared.learning_rate import OWN
-from ...shared.settings import Settings
+from ...shared.knobs.update import brings_none
+from ...shared.settings import OWN, Settings
 from ...shared.workload import Workload
 from ..link.agreement import same_everywhere
 from ..replay.checkpointing import Checkpointing, find_blocks

@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...shared.learning_rate import OWN, Schedule, learning_rate, schedule_of
-from ...shared.settings import Settings
+from ...shared.settings import OWN, Schedule, Settings, learning_rate, schedule_of
 
 STEADY: Schedule = ("constant", 0)
 

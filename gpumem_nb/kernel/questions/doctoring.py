@@ -18,9 +18,9 @@ from ...report.bottleneck import Changes
 from ...report.critical_path import FEWEST_STEPS
 from ...report.differences import typed
 from ...report.speed import WARM_UP_STEPS
+from ...shared.answers import Progress
 from ...shared.errors import InvalidInput, NotThisTime, RankError, TrainingFailed, WorkloadError
 from ...shared.messages import Leak, RankInfo, Sample
-from ...shared.progress import Progress
 from ...shared.questions import ModelFacts
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate

@@ -18,10 +18,9 @@ from ...export.selecting import selected, settings_in
 from ...export.unclear import in_short
 from ...report.written import ExportedScript, commands
 from ...shared.errors import InvalidInput, WorkloadError
-from ...shared.exporting import Facts
-from ...shared.learning_rate import OWN
 from ...shared.messages import RankInfo
-from ...shared.settings import Settings
+from ...shared.questions import Facts
+from ...shared.settings import OWN, Settings
 from ...shared.state_file import as_path
 from ...shared.units import format_bytes, format_rate
 from ...shared.version import __version__

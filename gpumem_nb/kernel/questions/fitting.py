@@ -10,12 +10,11 @@ from typing import Any
 from ...planning.fit import fits
 from ...planning.prediction import DOES_NOT_FIT, Prediction
 from ...planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
+from ...shared.answers import Progress
 from ...shared.categories import TEMPORARIES
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ...shared.knobs import KNOBS, Need
-from ...shared.knobs.lighter import mildest_first
-from ...shared.progress import Progress
-from ...shared.settings import Settings
+from ...shared.settings import Settings, mildest_first
 from ..history import History
 from ..training import Training
 from .predicting import Predicting

@@ -19,7 +19,7 @@ from ...report.differences import splits
 from ...shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, variable
 from ...shared.errors import InvalidInput, NotThisTime, WorkloadError
 from ...shared.forecast import MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
-from ...shared.knobs.batch import shortened
+from ...shared.knobs.step import shortened
 from ...shared.messages import RankInfo
 from ...shared.settings import Settings
 from ...shared.workload import Splits

@@ -7,9 +7,9 @@ from typing import Any
 
 from ...report.network import NetworkReport
 from ...report.scaling import Scaled, ScalingReport
+from ...shared.answers import Progress
 from ...shared.errors import InvalidInput, WorkloadError
 from ...shared.messages import RankInfo
-from ...shared.progress import Progress
 from ...shared.questions import SWEEP_BYTES, StepsAmong, Sweep
 from ...shared.settings import Settings
 from ...shared.step_times import StepTimes

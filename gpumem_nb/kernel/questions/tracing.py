@@ -13,9 +13,9 @@ from typing import IO, Any
 
 from ...report.step_time import behind
 from ...report.written import TraceFile, steps_in_words
+from ...shared.answers import Progress
 from ...shared.errors import GpumemError, InvalidInput, WorkloadError
 from ...shared.messages import RankInfo
-from ...shared.progress import Progress
 from ...shared.questions import BETWEEN, HEAD, TAIL, TIMELINE, TraceOrder, TracePart
 from ...shared.state_file import as_path
 from ...shared.step_times import StepLanes

@@ -16,11 +16,11 @@ from ...planning.tuning.search import search
 from ...planning.tuning.space import Space, space
 from ...planning.tuning.trial_times import TrialTimes
 from ...report.differences import typed
+from ...shared.answers import Progress
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ...shared.forecast import SMALL
 from ...shared.knobs import KNOBS
-from ...shared.knobs.batch import shortened
-from ...shared.progress import Progress
+from ...shared.knobs.step import shortened
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate, parse_size
 from .. import compatibility

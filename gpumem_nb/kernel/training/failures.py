@@ -16,10 +16,9 @@ from ...shared.categories import ACTIVATIONS, OPTIMIZER_STATE, TEMPORARIES
 from ...shared.errors import InvalidInput, TrainingFailed
 from ...shared.forecast import RECORDED, Forecasts
 from ...shared.knobs import Need
-from ...shared.knobs.batch import halved, shortened, shrunk
-from ...shared.knobs.lighter import mildest_first
+from ...shared.knobs.step import halved, shortened, shrunk
 from ...shared.messages import Chunk, Failure, Sample
-from ...shared.settings import Settings
+from ...shared.settings import Settings, mildest_first
 from .. import compatibility
 from ..history import History
 from ..policy import Policy

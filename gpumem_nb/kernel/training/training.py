@@ -13,10 +13,10 @@ from ...cluster.ranks import IN_PASSING_S, Posted, Ranks
 from ...report.differences import arrows
 from ...report.evaluation import Evaluation
 from ...report.run_summary import Run
+from ...shared.answers import Progress
 from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
 from ...shared.forecast import Forecasts
 from ...shared.messages import Chunk, ChunkReply, Sample
-from ...shared.progress import Progress
 from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
 from ...shared.workload import WorkloadInfo

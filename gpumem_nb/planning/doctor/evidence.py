@@ -11,11 +11,10 @@ from ...report.rescue import Rescue
 from ...report.speed import WARM_UP_STEPS
 from ...shared.forecast import LARGE_SEGMENT_BYTES
 from ...shared.knobs import Need
-from ...shared.knobs.lighter import mildest_first
 from ...shared.messages import DeviceUse, Leak, Ledger, RankInfo, Reading, Sample
 from ...shared.questions import ModelFacts
 from ...shared.readings import LiveBytes
-from ...shared.settings import Settings
+from ...shared.settings import Settings, mildest_first
 from ...shared.workload import WorkloadInfo
 from ..prediction import Prediction
 

@@ -12,7 +12,7 @@ from ...report.differences import NOT_KNOWN, changes
 from ...shared.errors import InvalidInput, nearest
 from ...shared.forecast import MOST_BATCH
 from ...shared.knobs import CHANGES, KNOBS
-from ...shared.knobs.batch import ACCUMULATION_STEPS, BATCH_SIZE
+from ...shared.knobs.step import ACCUMULATION_STEPS, BATCH_SIZE
 from ...shared.settings import Settings
 from ...shared.workload import Splits, WorkloadInfo
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..categories import COMMUNICATION
+from ..values import only_words, positive, whole_or_0
 from ..workload import WorkloadInfo
 from .knob import KEEPS_TO_ROUNDING, MOST, SOME, Changes, Knob, Need, Settings, carried
-from .option import only_words, positive, whole
 
 COMMUNICATION_FOLD = "communication"
 """Of the panel."""
@@ -36,10 +36,6 @@ def _at_most(largest: float, value: Any) -> float:
     if number > largest:
         raise ValueError(value)
     return int(number) if number == int(number) else number
-
-
-def _capacity(value: Any) -> int:
-    return 0 if value in (0, "0") and value is not False else whole(value)
 
 
 def _combines(settings: Settings, ranks: int) -> str:
@@ -183,7 +179,7 @@ CACHE_CAPACITY = Knob(
     None,
     "how many tensors Horovod remembers, so that it need not agree on them anew; 0: none; default: as the ranks were "
     "started (1024)",
-    parse=_capacity,
+    parse=whole_or_0,
     allowed="a whole number of at least 0, such as 1024, or default",
     words=_STARTED_WITH,
     fold=None,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..categories import INSIDE_OPERATORS, TEMPORARIES
+from ..values import Option
 from ..workload import WorkloadInfo
-from .option import Option
 
 Changes = dict[str, Any]
 Settings = Any

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..values import only_words, whole, whole_or_0
 from ..workload import WorkloadInfo
 from .knob import KEEPS, Changes, Knob, Settings, carried
-from .option import only_words, whole
 
 _MOST_WORKERS = 256  # on one rank; what is more is a slip
 
 
 def _workers(value: Any) -> int:
-    number = 0 if value in (0, "0") and value is not False else whole(value)
+    number = whole_or_0(value)
     if number > _MOST_WORKERS:
         raise ValueError(value)
     return number

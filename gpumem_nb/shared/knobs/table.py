@@ -5,15 +5,22 @@ from __future__ import annotations
 from keyword import iskeyword
 
 from ..errors import InvalidInput
-from .batch import ACCUMULATION_STEPS, BATCH_SIZE
-from .checkpointing import CHECKPOINTING
+from ..values import TAKEN
 from .communication import COMMUNICATION_KNOBS
 from .knob import Knob
 from .loading import NUM_WORKERS, ON_BAD_SAMPLE, PIN_MEMORY, PREFETCH_FACTOR
-from .optimizer import CLIP_NORM, LEARNING_RATE, OPTIMIZER, OPTIMIZER_IMPL
-from .precision import PRECISION
-from .schedule import LR_SCALING, LR_SCHEDULE, REFERENCE_BATCH, SCHEDULE_STEPS, WARMUP_STEPS
-from .values import TAKEN
+from .step import ACCUMULATION_STEPS, BATCH_SIZE, CHECKPOINTING, PRECISION
+from .update import (
+    CLIP_NORM,
+    LEARNING_RATE,
+    LR_SCALING,
+    LR_SCHEDULE,
+    OPTIMIZER,
+    OPTIMIZER_IMPL,
+    REFERENCE_BATCH,
+    SCHEDULE_STEPS,
+    WARMUP_STEPS,
+)
 
 KNOBS: dict[str, Knob] = {}
 

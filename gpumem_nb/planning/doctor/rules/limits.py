@@ -6,7 +6,7 @@ from ....report.bottleneck import Changes
 from ....report.differences import typed
 from ....shared import categories as c
 from ....shared.forecast import DRY, ERRORS
-from ....shared.knobs.batch import halved
+from ....shared.knobs.step import halved
 from ....shared.units import format_bytes
 from ...prediction import DOES_NOT_FIT, TIGHT
 from ..evidence import Evidence, Peak

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ....report.bottleneck import Changes
-from ....shared.learning_rate import OWN, learning_rate
+from ....shared.settings import OWN, learning_rate
 from ..evidence import Evidence
 from ..finding import STOPS, WRONG, Finding
 

@@ -1,22 +1,106 @@
-"""The knobs of how the learning rate goes with the global batch and with the steps.
-
-Applied with ``learning_rate``, which comes after them; the formulas are in :mod:`gpumem_nb.shared.learning_rate`.
-"""
+"""The knobs of the update, and of how the learning rate goes with the global batch and with the steps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Iterator
 
+from ..categories import INSIDE_OPERATORS, OPTIMIZER_STATE, TEMPORARIES
+from ..values import not_negative, positive, whole, whole_or_0
 from ..workload import WorkloadInfo
-from .knob import CHANGES, KEEPS, Changes, Knob, Settings, carried
-from .option import whole
+from .knob import CHANGES, HALF, KEEPS, KEEPS_TO_ROUNDING, MOST, Changes, Knob, Need, Settings, carried
+
+_OWN = "own"
+_OURS = ("sgd", "momentum", "adam", "adamw")
+_USE_OURS = f"Use optimizer={', '.join(_OURS[:-1])} or {_OURS[-1]}."
+_LESS_STATE = {"adam": ("momentum", "sgd"), "adamw": ("momentum", "sgd"), "momentum": ("sgd",)}
+
+
+def brings_none(workload: str) -> str:
+    """Return why this workload cannot be trained with its own optimizer, and what can be used."""
+    return f"{workload} brings no optimizer of its own. {_USE_OURS}"
+
+
+def _less_state(need: Need) -> Iterator[Changes]:
+    # How much an own optimizer remembers is known only when another one is tried.
+    others = _LESS_STATE["adam"] if need.tried_out else ()
+    for name in others if need.settings.optimizer == _OWN else _LESS_STATE.get(need.settings.optimizer, ()):
+        yield {"optimizer": name}
+
+
+def _in_place(need: Need) -> Iterator[Changes]:
+    # Fused updates work in place; all others take copies of what they update. An own optimizer may lack them.
+    usable = need.settings.optimizer != _OWN or need.tried_out
+    if need.of_update and usable and need.settings.optimizer_impl != "fused":
+        yield {"optimizer_impl": "fused"}
+
+
+def _refuses(name: str, workload: WorkloadInfo | None) -> str:
+    if name != _OWN or (workload and workload.own_optimizer):
+        return ""
+    return brings_none(workload.name) if workload else f"Nothing is loaded. {_USE_OURS}"
+
+
+def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
+    if workload.own_optimizer:
+        return {"optimizer": _OWN, "optimizer_impl": "default", "learning_rate": workload.own_learning_rate}
+    if settings.optimizer == _OWN:
+        return {"optimizer": OPTIMIZER.default, "learning_rate": LEARNING_RATE.default}
+    return {}
+
+
+OPTIMIZER = Knob(
+    "optimizer",
+    "adamw",
+    "update rule; 'own' is the optimizer that the workload brings (offered when it brings one)",
+    in_front=True,
+    choices=(*_OURS, _OWN),
+    short="",
+    moves={OPTIMIZER_STATE: MOST},
+    apply=lambda live, settings: live.set_optimizer(settings),
+    lighter=_less_state,
+    refuses=_refuses,
+    adapts=_adapts,
+    exported=carried,
+)
+
+OPTIMIZER_IMPL = Knob(
+    "optimizer_impl",
+    "default",
+    "how torch computes the update: its default, foreach (fast, one extra copy), fused, or a plain loop",
+    choices=("default", "foreach", "fused", "loop"),
+    short="",
+    moves={TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
+    mathematics=KEEPS_TO_ROUNDING,
+    apply=lambda live, settings: live.set_optimizer_impl(settings.optimizer_impl),
+    lighter=_in_place,
+    exported=carried,
+)
+
+LEARNING_RATE = Knob(
+    "learning_rate",
+    1e-3,
+    "step size of the update; what a cell or own scheduler sets holds until this changes",
+    parse=not_negative,
+    allowed="a number of at least 0, such as 1e-3",
+    short="lr ",
+    apply=lambda live, settings: live.set_learning_rate(settings),
+    exported=carried,
+)
+
+
+CLIP_NORM = Knob(
+    "clip_norm",
+    None,
+    "largest allowed 2-norm of all gradients together, or none",
+    parse=positive,
+    allowed="a number above 0, such as 1.0, or none",
+    words={"none": None},
+    short="clip ",
+    exported=carried,
+)
+
 
 _NO_OWN = "Use lr_schedule=constant, cosine or linear."
-
-
-def _whole_or_0(value: Any) -> int:
-    return 0 if value in (0, "0") and value is not False else whole(value)
 
 
 def _chosen_for(before: Settings, after: Settings, named: Collection[str], ranks: int) -> Changes:
@@ -30,14 +114,14 @@ def _chosen_for(before: Settings, after: Settings, named: Collection[str], ranks
     return {"reference_batch": (after if of_after else before).samples_per_rank * ranks}
 
 
-def _refuses(name: str, workload: WorkloadInfo | None) -> str:
+def _refuses_schedule(name: str, workload: WorkloadInfo | None) -> str:
     if name != "own" or (workload and workload.own_scheduler):
         return ""
     what = f"{workload.name} brings no scheduler of its own" if workload else "Nothing is loaded"
     return f"lr_schedule=own cannot be used: {what}. {_NO_OWN}"
 
 
-def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
+def _adapts_schedule(settings: Settings, workload: WorkloadInfo) -> Changes:
     if workload.own_scheduler:
         return {"lr_schedule": "own", "warmup_steps": 0, "lr_scaling": "none", "reference_batch": None}
     return {"lr_schedule": "constant"} if settings.lr_schedule == "own" else {}
@@ -70,7 +154,7 @@ def _conflicts(settings: Settings, ranks: int) -> str:
 
 
 def _of_length(before: Settings, after: Settings) -> str:
-    """Return a schedule without an end has no length."""
+    """A schedule without an end has no length."""
     endless = ("constant", "own")
     return KEEPS if before.lr_schedule in endless and after.lr_schedule in endless else CHANGES
 
@@ -101,7 +185,7 @@ WARMUP_STEPS = Knob(
     "warmup_steps",
     0,
     "steps over which the learning rate grows to its full value, from the step after this is set",
-    parse=_whole_or_0,
+    parse=whole_or_0,
     allowed="a whole number of at least 0, such as 100",
     short="warm-up ",
     exported=carried,
@@ -114,8 +198,8 @@ LR_SCHEDULE = Knob(
     "workload's scheduler, which rests under all others",
     choices=("constant", "cosine", "linear", "own"),
     short="",
-    refuses=_refuses,
-    adapts=_adapts,
+    refuses=_refuses_schedule,
+    adapts=_adapts_schedule,
     conflicts=_conflicts,
     exported=carried,
 )

@@ -1,14 +1,62 @@
-"""The knobs ``batch_size`` and ``accumulation_steps``: how many samples make a step, and how many of them at once."""
+"""The knobs of forward and backward: ``precision``, ``checkpointing``, ``batch_size`` and ``accumulation_steps``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..categories import ACTIVATIONS, GRADIENTS, INPUTS, INSIDE_OPERATORS, TEMPORARIES
+from ..categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, INSIDE_OPERATORS, TEMPORARIES
+from ..values import Kind, Values, whole
 from ..workload import DataInfo, WorkloadInfo
-from .knob import CHANGES, HALF, KEEPS_TO_ROUNDING, SOME, Changes, Knob, Need, Settings, carried
-from .option import whole
-from .values import Kind, Values
+from .knob import CHANGES, HALF, KEEPS, KEEPS_TO_ROUNDING, MOST, SOME, Changes, Knob, Need, Settings, carried
+
+
+def _fewer_bits(need: Need) -> Iterator[Changes]:
+    sixteen_bit = need.settings.precision != "fp32"
+    if need.category == CASTS and sixteen_bit:
+        yield {"precision": "fp32"}
+    elif need.category != CASTS and not sixteen_bit and not need.of_update:
+        yield {"precision": "bf16"}
+
+
+PRECISION = Knob(
+    "precision",
+    "fp32",
+    "arithmetic of forward and backward: fp32, or autocast to fp16 (with loss scaling) or bf16",
+    in_front=True,
+    choices=("fp32", "fp16", "bf16"),
+    short="",
+    moves={ACTIVATIONS: HALF, CASTS: MOST, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
+    lighter=_fewer_bits,
+    exported=carried,
+)
+
+
+def _recomputed(need: Need) -> Iterator[Changes]:
+    # Whether √n blocks save more than single ones depends on the model.
+    if need.blocks and need.settings.checkpointing == "none":
+        yield {"checkpointing": "blocks"}
+
+
+def _adapts_blocks(settings: Settings, workload: WorkloadInfo) -> Changes:
+    return {} if workload.blocks else {"checkpointing": "none"}
+
+
+CHECKPOINTING = Knob(
+    "checkpointing",
+    "none",
+    "activation checkpointing: keep all activations, or recompute them in backward per block or per √n blocks",
+    in_front=True,
+    choices=("none", "blocks", "sqrt"),
+    short="ckpt ",
+    moves={ACTIVATIONS: MOST, CASTS: SOME},  # casts are made one segment at a time
+    mathematics=KEEPS,
+    apply=lambda live, settings: live.set_checkpointing(settings.checkpointing),
+    lighter=_recomputed,
+    adapts=_adapts_blocks,
+    retired={"all": "none"},  # one segment over all blocks, which saved nothing
+    exported=carried,
+)
+
 
 MICRO_BATCHES = 2  # show a step's peak: from the second one on, gradients lie beside the activations
 
