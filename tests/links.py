@@ -8,8 +8,7 @@ import pytest
 from torch import Tensor
 
 from gpumem_nb.engine.link import communicator
-from gpumem_nb.engine.link.communicator import AVERAGE, Transfer
-from gpumem_nb.engine.link.single import Single
+from gpumem_nb.engine.link.communicator import AVERAGE, Single, Transfer
 
 
 class Overheard(Single):

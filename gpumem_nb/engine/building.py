@@ -11,14 +11,13 @@ from ..shared.errors import WorkloadError
 from ..shared.units import DEFAULT_SEED
 from ..shared.workload import Workload
 from .data.held_out import HeldOut, as_held_out
+from .data.iterables import source_of
 from .data.sameness import Look, agree, digest_of, look_at
-from .data.source import source_of
 from .data.stream import Stream
-from .link.agreement import same_everywhere
-from .link.communicator import here
+from .link.communicator import here, same_everywhere
+from .link.signals import interruptible
 from .random_state import seeded
 from .step.trainer import Trainer
-from .together.interrupts import interruptible
 
 Result = TypeVar("Result")
 

@@ -1,17 +1,164 @@
-"""The kernel's questions about this rank's device."""
+"""What the kernel asks about a rank and its device: who it is, what its memory holds."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+import os
+import platform
+import socket
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..memory import cuda
-from ..memory.device import opened
-from ..shared.categories import OTHER
-from ..shared.messages import DeviceUse, Freed, Reading
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..memory.device import Device, opened
+from ..memory.leaks.graphs import saved_in
+from ..memory.tensors import PLAIN, attributes
+from ..shared import cluster_records
+from ..shared.categories import GRADIENTS, OPTIMIZER_STATE, OTHER, PARAMETERS
+from ..shared.errors import StartError
+from ..shared.messages import DeviceUse, Freed, RankInfo, Reading
 from ..shared.readings import LiveBytes
-from .held import LiveHolders
+from ..shared.version import __version__
+from .link import horovod
+from .link.communicator import here
+
+
+def rank_info(device: Device) -> RankInfo:
+    """Return this rank's identity: process, host and device."""
+    return RankInfo(
+        rank=here().rank,
+        local_rank=here().local_rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=str(device.torch_device),
+        device_name=device.name,
+        virtual=device.kind == "virtual",
+        memory_limit=device.reading().limit_bytes,
+        driver=device.driver,
+        threads=torch.get_num_threads(),
+        note=device.note,
+        allocator=device.allocator,
+        machine=cluster_records.machine(),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        versions=(
+            f"Python {platform.python_version()}",
+            f"torch {torch.__version__}",
+            f"Horovod {horovod.VERSION}",
+            f"gpumem_nb {__version__}",
+        ),
+    )
+
+
+def check_sharing(ranks: int, gpus: int, nccl: bool) -> None:
+    """Refuse more ranks than GPUs on a host where Horovod was built on NCCL, which allows one rank a GPU.
+
+    Raises:
+        StartError: there are more ranks than GPUs.
+    """
+    if nccl and ranks > gpus:
+        raise StartError(
+            f"{ranks} ranks cannot share {gpus} GPU{'s' * (gpus != 1)} with this Horovod, because NCCL allows one rank "
+            f"on each. Start {max(1, gpus)}, or build Horovod so that ranks can share a GPU: "
+            "python -m gpumem_nb.install.horovod_build --gpu staged"
+        )
+
+
+if TYPE_CHECKING:
+    from ..memory.device import Device
+    from .step.trainer import Trainer
+
+MOST_VARIABLES = 5
+MOST_OBJECTS = 100_000  # looked into of a variable
+
+
+class LiveHolders:
+    """Adds up the bytes that tensors hold on a device, each storage once.
+
+    Attributes:
+        by_category: of what is trained.
+        variables: of cells, those that hold most, with their bytes.
+        with_graph: the ones of these whose tensors keep what their backward pass would need, which is counted, too.
+    """
+
+    def __init__(self, device: Device, trainer: Trainer | None, variables: Mapping[str, Any]) -> None:
+        self._device = device
+        self._seen: set[int] = set()
+        self.by_category: dict[str, int] = {}
+        if trainer is not None:
+            self._of_training(trainer)
+        tensors = dict[str, list[Tensor]]()
+        for name, value in variables.items():
+            with suppress(Exception):  # objects may raise when they are looked into
+                if _of_cells(name, value):
+                    tensors[name] = tensors_of(value)
+        found = {name: self._bytes(of_variable) for name, of_variable in tensors.items()}
+        for name, of_variable in tensors.items():  # after all own ones: a graph saves weights and inputs of others
+            found[name] += self._bytes(saved_in(of_variable))
+        largest = sorted(((name, nbytes) for name, nbytes in found.items() if nbytes), key=lambda one: -one[1])
+        self.variables = tuple(largest[:MOST_VARIABLES])
+        self.with_graph = tuple(
+            name for name, _ in self.variables if any(tensor.grad_fn is not None for tensor in tensors[name])
+        )
+
+    def _of_training(self, trainer: Trainer) -> None:
+        live = trainer.live
+        params = [param for _, param in live.parts.named_parameters()]
+        optimizers = {id(one): one for one in (live.optimizer, live.own_optimizer) if one is not None}
+        self.by_category[PARAMETERS] = self._bytes(params)
+        self.by_category[GRADIENTS] = self._bytes(param.grad for param in params if param.grad is not None)
+        self.by_category[OPTIMIZER_STATE] = sum(self._bytes(tensors_of(one)) for one in optimizers.values())
+        data = tensors_of(trainer.stream.dataset)
+        self.by_category[OTHER] = self._bytes([*(buffer for _, buffer in live.parts.named_buffers()), *data])
+
+    def _bytes(self, tensors: Iterable[Tensor]) -> int:
+        nbytes = 0
+        for tensor in tensors:
+            if not self._device.holds(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                nbytes += storage.nbytes()
+        return nbytes
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a variable: of a module, an optimizer, a container, or an object's own attributes."""
+    if isinstance(value, nn.Module):
+        params = list(value.parameters())
+        return [*params, *(param.grad for param in params if param.grad is not None), *value.buffers()]
+    found, seen = list[Tensor](), set[int]()
+    parts = [value.state if isinstance(value, Optimizer) else value, getattr(value, "__dict__", None)]
+    while parts and len(seen) < MOST_OBJECTS:
+        part = parts.pop()
+        if type(part) in PLAIN or id(part) in seen:  # containers may hold themselves
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, list | tuple | deque | set):
+            parts.extend(part)
+        elif isinstance(part, Mapping):
+            parts.extend(part.values())
+        else:
+            parts.extend((attributes(part) or {}).values())
+    return found
+
+
+def _of_cells(name: str, value: Any) -> bool:
+    """Return whether it may be a cell's variable; classes, functions and modules hold tensors of others."""
+    return (
+        not name.startswith("_")
+        and not isinstance(value, type)
+        and not hasattr(value, "__code__")
+        and (type(value).__name__ != "module")
+    )
+
 
 if TYPE_CHECKING:
     from .step.trainer import Trainer
@@ -64,13 +211,3 @@ def live_bytes(trainer: Trainer | None, variables: Mapping[str, Any]) -> LiveByt
     known = sum(held.by_category.values()) + sum(nbytes for _, nbytes in held.variables)
     held.by_category[OTHER] = held.by_category.get(OTHER, 0) + max(0, live - known)
     return LiveBytes(held.by_category, held.variables, held.with_graph)
-
-
-def record_allocations(enabled: bool) -> None:
-    """Begin or end the history that a GPU's memory snapshot shows."""
-    cuda.record_allocations(enabled)
-
-
-def write_snapshot(path: str) -> None:
-    """Write torch's own snapshot of this rank's GPU memory."""
-    cuda.write_snapshot(path)

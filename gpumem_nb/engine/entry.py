@@ -26,15 +26,15 @@ from ..shared.answers import Answer, Apart, Raised
 from ..shared.cluster_records import fault_file
 from ..shared.errors import GpumemError, text_of
 from . import cells, plain_process, surroundings
-from .names import attached_names
-from .together import nudge, owner, pulse
-from .together.interrupts import held_back, interruptible
+from .cells import attached_names
+from .link import pulse, signals
+from .link.signals import held_back, interruptible
 
 _DOORS = {__file__, cells.__file__, str(Path(__file__).with_name("packing.py"))}
 _DOORS |= {base_events.__file__, futures.__file__}  # of a cell that awaits
 _fault: TextIO  # kept open for the crash that may come
 
-NUDGE = nudge.SIGNAL
+NUDGE = signals.NUDGE
 """Sent to a rank that trains, asks all ranks to end the chunk under way at the next step."""
 PULSE = pulse.KEY
 """Names the pulse among the data that travel beside an answer."""
@@ -68,7 +68,7 @@ def start_up() -> None:
     faulthandler.enable(_fault, all_threads=False)
     plain_process.name_exits(_fault)
     surroundings.here.modules.watch()
-    threading.Thread(target=owner.watch, args=(profile,), daemon=True).start()
+    threading.Thread(target=pulse.watch_owner, args=(profile,), daemon=True).start()
     threading.Thread(target=import_module, args=("gpumem_nb.engine.rank",), daemon=True).start()
 
 

@@ -20,13 +20,12 @@ from torch.optim import Optimizer
 from ..internals.torch_internals import batch_norms, buffers_by_name, has_step_hooks
 from ..memory.device import Device
 from ..shared.questions import Facts as Facts
-from .data.handed import Columns, collated_copies
-from .data.once import samples_at
+from .attach import takes
+from .data.handed import Columns, collated_copies, samples_at
 from .data.orders import InTurn, Shuffled
 from .data.stream import ShardedStream, Stream
 from .link import horovod
 from .link import settings as link_settings
-from .losses import takes
 from .random_state import set_aside
 from .step.optimizers import beside_state
 from .step.own_loss import OwnLoss, labels_counted

@@ -1,12 +1,17 @@
-"""Says in JSON what a rank of this environment would find: torch, Horovod, the virtual GPU.
+"""What a rank of this environment would find: run as a process, because the notebook imports neither Horovod nor CUDA.
 
-``gpumem_nb.check()`` runs it as its own process (``python -m gpumem_nb.engine.probe``), because the notebook kernel
-imports neither Horovod nor CUDA.
+``python -m gpumem_nb.engine.probe`` says it in JSON: torch, Horovod, the virtual GPU. ``gpumem_nb.check()`` runs it.
+
+``python -m gpumem_nb.engine.probe DEVICE``, run under mpiexec by the Horovod builder, does one real all-reduce on
+``cpu``, ``each`` (a GPU for each rank) or ``shared`` (one for all); it fails loudly when the sum is wrong.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+
+ELEMENTS = 1000
 
 
 def torch_facts() -> dict[str, str | None]:
@@ -48,5 +53,19 @@ def main() -> None:
     print("\n" + json.dumps(answers))
 
 
+def prove(device_policy: str) -> None:
+    """Sum rank + 1 over all ranks on the device that the policy names."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    device = {"cpu": "cpu", "each": f"cuda:{hvd.local_rank()}", "shared": "cuda:0"}[device_policy]
+    summed = hvd.allreduce(torch.full((ELEMENTS,), hvd.rank() + 1.0, device=device), op=hvd.Sum)
+    expected = hvd.size() * (hvd.size() + 1) / 2
+    if hvd.size() < 2 or not torch.equal(summed.cpu(), torch.full((ELEMENTS,), expected)):
+        raise SystemExit(f"rank {hvd.rank()} of {hvd.size()}: expected {expected}, got {summed[0].item()}")
+    hvd.shutdown()
+
+
 if __name__ == "__main__":
-    main()
+    prove(sys.argv[1]) if sys.argv[1:] else main()

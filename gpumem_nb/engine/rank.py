@@ -15,6 +15,8 @@ import cloudpickle
 import torch
 
 from ..internals.ipyparallel_internals import publish_beside
+from ..memory.cuda import record_allocations as record_allocations
+from ..memory.cuda import write_snapshot as write_snapshot
 from ..memory.device import Device, open_device
 from ..shared.allocator_settings import AllocatorSettings
 from ..shared.answers import Apart, Pulse
@@ -38,25 +40,20 @@ from ..shared.settings import Settings
 from ..shared.state_file import Header
 from ..shared.step_times import StepLanes
 from ..shared.workload import Workload, WorkloadInfo
-from . import building, device_look, exporting, model_look, rank_info, surroundings, sync_look
-from .attach import attached, named
+from . import building, device_look, exporting, looks, surroundings
+from .attach import attached, load_objects_onto, named, save_objects
+from .cells import OfferedNames, attached_names, taken
 from .device_look import look as look
-from .device_look import record_allocations as record_allocations
-from .device_look import write_snapshot as write_snapshot
-from .link import collectives, horovod
+from .link import collectives, horovod, pulse, signals
 from .link.communicator import here, use
-from .link.group import among
-from .link.sweep import sweep
-from .names import OfferedNames, attached_names, taken
+from .link.group import among, sweep
 from .plain_process import make_plain
 from .random_state import seed_all
 from .step.parts import as_given
 from .step.trainer import Trainer
-from .storing import attached_objects, capture, restore
+from .storing import capture, restore
 from .storing.snapshots import Snapshots
-from .together import nudge, pulse
-from .together.interrupts import take_over
-from .tracing.tracer import Tracer
+from .tracing import Tracer
 
 _session_started_s = 0.0  # on the clock of ``time.time``
 _device: Device
@@ -79,11 +76,11 @@ def set_up(config: RankConfig) -> RankInfo:
     link, horovod_threads = horovod.join(on_cpu=cpu)
     use(link)
     kernel = namespace()["get_ipython"]().kernel
-    take_over(kernel)
-    nudge.listen()
+    signals.take_over(kernel)
+    signals.listen_for_nudges()
     _session_started_s = config.epoch_time_s
     if not cpu:
-        rank_info.check_sharing(link.local_size, torch.cuda.device_count(), horovod.on_nccl())
+        device_look.check_sharing(link.local_size, torch.cuda.device_count(), horovod.on_nccl())
     _device = open_device("virtual" if cpu else "cuda", link.local_rank, config.memory_limit)
     _device.communicates_on(horovod_threads)
     collectives.greet(_device)
@@ -100,7 +97,7 @@ def set_up(config: RankConfig) -> RankInfo:
     _names = OfferedNames(namespace())
     _tracer = Tracer(rejoin, on_gpu=not cpu)
     seed_all(config.seed)
-    return rank_info.of(_device)
+    return device_look.rank_info(_device)
 
 
 def rejoin() -> None:
@@ -205,19 +202,19 @@ def look_in_sync(model: str | None, data: str | None) -> SyncLook:
     """Return what this rank holds and sees: of what is loaded, or of the objects under these names."""
     with _device.exempt():  # what is compared may be copied
         if model is None:
-            return sync_look.of_loaded(_loaded_trainer())
+            return looks.sync_of_loaded(_loaded_trainer())
         found = named({"model": model, "data": data}, namespace())
-        return sync_look.of_own(found["model"], found.get("data"))
+        return looks.sync_of_own(found["model"], found.get("data"))
 
 
 def look_at_model(inputs: bool) -> ModelFacts:
     """Return what this rank may hold for nothing; with ``inputs`` all ranks take a step for it, which is undone."""
-    return model_look.of(_loaded_trainer(), inputs)
+    return looks.model_facts(_loaded_trainer(), inputs)
 
 
 def splits_to_mean() -> bool | None:
     """Find out whether a micro-batch can be split; all ranks take two small steps for it, which are undone."""
-    return model_look.splits_to_mean(_loaded_trainer())
+    return looks.splits_to_mean(_loaded_trainer())
 
 
 def step_lanes() -> StepLanes | None:
@@ -319,12 +316,12 @@ def resume_drop() -> None:
 
 def save_attached(names: dict[str, str | None], path: str, space: int) -> str:
     """Keep the attached objects in a file, so that a restart can bring them back; says why that cannot be done."""
-    return attached_objects.save({name: namespace()[name] for name in names.values() if name}, Path(path), space)
+    return save_objects({name: namespace()[name] for name in names.values() if name}, Path(path), space)
 
 
 def load_attached(names: dict[str, str | None], path: str) -> None:
     """Define the kept objects again under their names."""
-    namespace().update(attached_objects.load_onto(_device, Path(path), str(names["model"])))
+    namespace().update(load_objects_onto(_device, Path(path), str(names["model"])))
 
 
 def free() -> Freed:

@@ -23,7 +23,7 @@ def prove(target: Target) -> None:
     Raises:
         SetupError: it failed or did not end in time, with the last thing the ranks said.
     """
-    command = [str(require_tool("mpiexec")), "-n", str(RANKS), sys.executable, "-m", "gpumem_nb.engine.proof"]
+    command = [str(require_tool("mpiexec")), "-n", str(RANKS), sys.executable, "-m", "gpumem_nb.engine.probe"]
     environment = os.environ | LAUNCH_VARIABLES | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

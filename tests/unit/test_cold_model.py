@@ -23,8 +23,7 @@ from torch import Tensor, nn
 import gpumem_nb as gm
 from gpumem_nb.engine.dry import answer, kernels
 from gpumem_nb.engine.dry.batches import Batches
-from gpumem_nb.engine.dry.refusals import refused
-from gpumem_nb.engine.dry.step import DryStep
+from gpumem_nb.engine.dry.step import DryStep, refused
 from gpumem_nb.internals.fake_internals import fake_mode
 from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import Prediction

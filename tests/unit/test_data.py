@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpumem_nb.engine.data.device import to_device
+from gpumem_nb.engine.data.fetching import to_device
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.memory.tensors import tensors_in

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from gpumem_nb.engine.data.iterables import IterableStream
+from gpumem_nb.engine.data.iterables import IterableStream, source_of
 from gpumem_nb.engine.data.sameness import agree, look_at
-from gpumem_nb.engine.data.source import source_of
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.engine.data.once import batches_once
+from gpumem_nb.engine.data.held_out import batches_once
 
 
 @pytest.mark.parametrize(("length", "size", "batch_size"), [(10, 3, 2), (7, 2, 4), (1, 2, 4), (12, 4, 3)])

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from gpumem_nb.engine.data import orders
-from gpumem_nb.engine.data.source import source_of
+from gpumem_nb.engine.data.iterables import source_of
 from gpumem_nb.shared.errors import WorkloadError
 
 ROWS = TensorDataset(torch.arange(20.0))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from gpumem_nb.engine.data.iterables import source_of
 from gpumem_nb.engine.data.sameness import agree, look_at
-from gpumem_nb.engine.data.source import source_of
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
 from tests.links import overheard

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from gpumem_nb.engine.data.handed import as_dataset
-from gpumem_nb.engine.data.source import source_of
+from gpumem_nb.engine.data.iterables import source_of
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from gpumem_nb.engine import cells
-from gpumem_nb.engine.data.source import source_of
+from gpumem_nb.engine.data.iterables import source_of
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
@@ -245,7 +245,7 @@ RANK = """
 import os, sys, time
 import torch
 from gpumem_nb.engine import cells
-from gpumem_nb.engine.data.source import source_of
+from gpumem_nb.engine.data.iterables import source_of
 from gpumem_nb.shared.settings import Settings
 
 class Slow(torch.utils.data.Dataset):
@@ -297,7 +297,7 @@ def test_workers_that_are_busy_end_at_once_with_the_trainer(make: Make) -> None:
 
 
 def test_a_batch_of_a_worker_is_copied_to_where_the_device_counts(make: Make) -> None:
-    from gpumem_nb.engine.data.device import to_device
+    from gpumem_nb.engine.data.fetching import to_device
 
     stream = make(num_workers=1)
     take(stream, 2, 1)

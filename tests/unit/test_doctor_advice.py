@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from gpumem_nb.engine import model_look
+from gpumem_nb.engine import looks
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.planning.doctor.evidence import OnRank
 from gpumem_nb.planning.doctor.rules import findings
@@ -122,12 +122,12 @@ def test_a_model_is_asked_what_its_attention_and_its_head_are(implementation: st
     special = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(**sizes, **special, attn_implementation=implementation)
     model = nn.ModuleDict({"net": transformers.GPT2LMHeadModel(config)})
-    assert model_look._eager(model) == ((2, 4) if implementation == "eager" else None)
-    assert model_look._vocabulary(model) == 100
-    assert model_look._vocabulary(nn.Linear(2, 2)) == 0
+    assert looks._eager(model) == ((2, 4) if implementation == "eager" else None)
+    assert looks._vocabulary(model) == 100
+    assert looks._vocabulary(nn.Linear(2, 2)) == 0
     if implementation == "eager":
         config.output_attentions = True
-        assert model_look._eager(model) is None, "SDPA gives none"
+        assert looks._eager(model) is None, "SDPA gives none"
 
 
 @pytest.mark.usefixtures("alone")
@@ -135,5 +135,5 @@ def test_a_rank_says_how_many_groups_its_optimizer_has(gpu: VirtualGPU) -> None:
     trained = trainer(gpu, lambda params: SGD([{"params": [one]} for one in params], lr=0.1))
     settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
     assert trained.run(Chunk(settings, 1, 1)).failure is None
-    facts = model_look.of(trained, True)
+    facts = looks.model_facts(trained, True)
     assert (facts.groups, facts.weights, facts.eager, facts.vocabulary, facts.tokens) == (6, 6, None, 0, None)

@@ -13,7 +13,7 @@ from IPython.core.events import EventManager, available_events
 
 from gpumem_nb.cluster.calls import Call
 from gpumem_nb.engine import entry, surroundings
-from gpumem_nb.engine.names import attached_names
+from gpumem_nb.engine.cells import attached_names
 from gpumem_nb.engine.surroundings import Surrounded
 from gpumem_nb.shared.errors import RankError, WorkloadError
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from gpumem_nb.engine.attach import attached
 from gpumem_nb.engine.data.held_out import as_held_out
-from gpumem_nb.engine.data.source import source_of
+from gpumem_nb.engine.data.iterables import source_of
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.report.evaluation import Evaluation

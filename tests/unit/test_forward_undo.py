@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from gpumem_nb.engine.attach import as_loss
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.held_out import as_held_out
 from gpumem_nb.engine.data.stream import ShardedStream
-from gpumem_nb.engine.losses import as_loss
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.undo.changing import SMALL_BYTES
 from gpumem_nb.engine.undo.step_undo import ForwardState, ForwardUndo, UpdateUndo

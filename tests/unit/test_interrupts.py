@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumem_nb.engine.together.interrupts import held_back, interruptible, postponed, take_over
+from gpumem_nb.engine.link.signals import held_back, interruptible, postponed, take_over
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
-from gpumem_nb.engine.link.communicator import Communicator, Separated, here, used_by_thread
-from gpumem_nb.engine.link.single import Single
-from gpumem_nb.engine.link.threads import Meeting
+from gpumem_nb.engine.link.communicator import Communicator, Separated, Single, here, used_by_thread
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.link_promises import PROMISES, who_leaves_ends_the_wait_of_the_others_and_all_join_again
+from tests.threads import Meeting
 from tests.unit.test_one_rank import loss, rows
 
 Promise = Callable[[Communicator], None]

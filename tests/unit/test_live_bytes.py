@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gpumem_nb.engine import rank
+from gpumem_nb.engine.cells import OfferedNames
 from gpumem_nb.engine.device_look import live_bytes
-from gpumem_nb.engine.names import OfferedNames
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.planning.doctor.evidence import OnRank
 from gpumem_nb.planning.doctor.rules import findings

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from gpumem_nb.engine.data.handed import as_dataset
-from gpumem_nb.engine.data.longest import Longest
+from gpumem_nb.engine.data.sizes import Longest
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened

@@ -16,8 +16,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from gpumem_nb.engine import building
-from gpumem_nb.engine.attach import attached
-from gpumem_nb.engine.losses import as_loss
+from gpumem_nb.engine.attach import as_loss, attached
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from gpumem_nb.engine.names import OfferedNames, taken
+from gpumem_nb.engine.cells import OfferedNames, taken
 
 
 def test_free_names_are_offered_kept_up_and_taken_away_again() -> None:

@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 from gpumem_nb.engine import building, cells
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
+from gpumem_nb.engine.link.signals import held_back, take_over
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.step.trials import NO_CONFIGURATION
-from gpumem_nb.engine.together.interrupts import held_back, take_over
 from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register

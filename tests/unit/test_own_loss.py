@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from gpumem_nb.engine.attach import as_loss
 from gpumem_nb.engine.data.held_out import as_held_out
-from gpumem_nb.engine.data.source import source_of
-from gpumem_nb.engine.losses import as_loss
+from gpumem_nb.engine.data.iterables import source_of
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError

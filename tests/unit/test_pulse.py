@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.engine.together import pulse
+from gpumem_nb.engine.link import pulse
 from gpumem_nb.shared.answers import Pulse, Waiting
 from gpumem_nb.shared.messages import DeviceUse, Reading
 
@@ -100,7 +100,7 @@ def test_what_held_a_rank_up_before_it_waited_changes_nothing(rank: Rank, monkey
     now_s = time.monotonic()
     rank.others.waited_s = 0.01
     rank.thread.beat(late_s=60)
-    monkeypatch.setattr("gpumem_nb.engine.together.pulse.time.monotonic", lambda: now_s + LIMIT_S + 1)
+    monkeypatch.setattr("gpumem_nb.engine.link.pulse.time.monotonic", lambda: now_s + LIMIT_S + 1)
     rank.others.waited_s = LIMIT_S + 1
     rank.thread.beat()
     assert rank.others.freed == 1
@@ -140,7 +140,7 @@ def test_the_thread_goes_on_after_a_beat_that_failed(
         if next(beats, None) is None:
             raise EndOfTest
 
-    monkeypatch.setattr("gpumem_nb.engine.together.pulse.time.sleep", pause)
+    monkeypatch.setattr("gpumem_nb.engine.link.pulse.time.sleep", pause)
     rank.broken = {"publish"}
     rank.others.waited_s = LIMIT_S
     with pytest.raises(EndOfTest):

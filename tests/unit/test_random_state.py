@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gpumem_nb.engine.data.source import source_of
+from gpumem_nb.engine.data.iterables import source_of
 from gpumem_nb.engine.random_state import OwnNumbers, RandomState, seed_all
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from gpumem_nb.engine.data.source import source_of
+from gpumem_nb.engine.data.iterables import source_of
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk

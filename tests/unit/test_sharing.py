@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.engine.rank_info import check_sharing
+from gpumem_nb.engine.device_look import check_sharing
 from gpumem_nb.shared.errors import StartError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_nb.engine.storing.attached_objects import save
+from gpumem_nb.engine.attach import save_objects
 from gpumem_nb.shared import snapshot_folder
 from gpumem_nb.shared.cluster_records import this_process
 from gpumem_nb.shared.snapshot_folder import (
@@ -186,11 +186,11 @@ def test_the_sessions_own_snapshot_comes_first_and_those_of_living_sessions_neve
 
 def test_attached_objects_make_room_among_snapshots(own: Path) -> None:
     old = snapshot(session(own, 999999999, 7, 1), 1, size=5000)
-    assert not save({"x": bytes(4000)}, own / "attached.pickle", 8000)
+    assert not save_objects({"x": bytes(4000)}, own / "attached.pickle", 8000)
     assert not old.exists()
-    assert not save({"x": bytes(5000)}, own / "attached.pickle", 8000), "it replaces what was attached before"
+    assert not save_objects({"x": bytes(5000)}, own / "attached.pickle", 8000), "it replaces what was attached before"
     snapshot(session(own, ME.pid, ME.started, 2), 1, size=6000)
-    assert "more than is left of the 7.8 KiB" in save({"x": bytes(5000)}, own / "attached.pickle", 8000)
+    assert "more than is left of the 7.8 KiB" in save_objects({"x": bytes(5000)}, own / "attached.pickle", 8000)
     assert list(own.iterdir()) == []
 
 

@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 
+from gpumem_nb.engine import attach
 from gpumem_nb.engine.step.live_model import LiveModel
 from gpumem_nb.engine.step.trainer import Trainer
-from gpumem_nb.engine.storing import attached_objects, capture, restore
+from gpumem_nb.engine.storing import capture, restore
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import StateFileError
 from gpumem_nb.shared.messages import Chunk
@@ -155,9 +156,9 @@ def test_an_extra_state_that_no_file_can_hold_is_refused_by_name(tmp_path: Path)
 def test_step_hooks_are_not_lost_silently_with_attached_objects(tmp_path: Path) -> None:
     own = SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     path = tmp_path / "attached.pickle"
-    assert attached_objects.save({"own": own}, path, 2**40) == ""
+    assert attach.save_objects({"own": own}, path, 2**40) == ""
     own.register_step_post_hook(lambda *_: None)
-    assert "loses its step hooks" in attached_objects.save({"own": own}, path, 2**40)
+    assert "loses its step hooks" in attach.save_objects({"own": own}, path, 2**40)
     assert not path.exists()
 
 
@@ -165,8 +166,8 @@ def test_a_scheduler_comes_back_with_its_optimizer(tmp_path: Path) -> None:
     own = SGD((model := nn.Linear(2, 2)).parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5**step)
     path = tmp_path / "attached.pickle"
-    assert attached_objects.save({"net": model, "own": own, "sched": scheduler}, path, 2**40) == ""
-    back = attached_objects.load(path)
+    assert attach.save_objects({"net": model, "own": own, "sched": scheduler}, path, 2**40) == ""
+    back = attach.load_objects(path)
     assert back["sched"].optimizer is back["own"]
     back["own"].step()
     back["sched"].step()

@@ -2,7 +2,7 @@
 
 By default an engine ends itself after 40 s without the controller's heartbeat, and the controller drops an engine after
 30 s without an answer. Here both may be silent for as long as they like (a busy machine, a suspended laptop, a stopped
-process): who has ended is seen by those who watch processes (``cluster/watch.py``, ``engine/together/owner.py``,
+process): who has ended is seen by those who watch processes (``cluster/watch.py``, ``engine/link/pulse.py``,
 ``cluster/hosts/steward.py``).
 """
 

@@ -98,7 +98,7 @@ def environment(threads: int, device: str, memory_limit: int | None = None) -> d
         "HOROVOD_CPU_OPERATIONS": "mpi",
         # Horovod's default of 128 MiB suits large GPUs; under a workshop's limit it would hide the model.
         "HOROVOD_FUSION_THRESHOLD": str((16 if small else 128) * 2**20),
-        # Ranks watch their waiting themselves (engine/together/pulse.py); Horovod's inspector would free them at its
+        # Ranks watch their waiting themselves (engine/link/pulse.py); Horovod's inspector would free them at its
         # own time.
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_LOG_LEVEL": "error",

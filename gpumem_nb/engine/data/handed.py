@@ -195,6 +195,13 @@ def check_repeatable(data: Any) -> None:
         )
 
 
+def samples_at(dataset: Any, indices: list[Any]) -> list[Any]:
+    """Return the samples with these indices, together where the dataset can do that."""
+    if hasattr(dataset, "__getitems__"):
+        return list(dataset.__getitems__(indices))
+    return [dataset[index] for index in indices]
+
+
 def collated_copies(collate: Collate, samples: Sequence[Any]) -> Any:
     """Return a micro-batch of copies, because some collate functions take things out of their samples.
 

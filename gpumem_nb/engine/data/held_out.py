@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, Subset
 
 from ...shared.errors import WorkloadError
-from .handed import Collate, Columns, as_dataset
+from .handed import Collate, Columns, as_dataset, samples_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +52,25 @@ def as_held_out(data: Any) -> HeldOut:
             )
         dataset = Subset(data.dataset, chosen)
     return HeldOut(dataset, collate, form)
+
+
+def batches_once(
+    dataset: Any, collate: Callable[[list[Any]], Any], rank: int, size: int, batch_size: int
+) -> Iterator[tuple[Any, int]]:
+    """This rank's share of a map-style dataset, in the dataset's order: samples ``rank``, ``rank + size``, and so on.
+
+    Ranks get as many samples, or one less: one that gets none yields nothing. What fetching raises comes as it is.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__`` (``__getitems__`` is used where there is one).
+        collate: makes a batch of a list of samples.
+        rank, size: of this rank, and of all.
+        batch_size: samples in a batch; the last one may have less.
+
+    Yields:
+        A batch on the host, and how many samples are in it.
+    """
+    own = range(rank, len(dataset), size)
+    for start in range(0, len(own), batch_size):
+        indices = list(own[start : start + batch_size])
+        yield collate(samples_at(dataset, indices)), len(indices)

@@ -15,11 +15,10 @@ from ...shared.errors import WorkloadError, text_of
 from ..link.communicator import here
 from ..random_state import RandomState, begin_on_host, set_aside
 from . import orders
-from .handed import Collate, collated_copies, rows
+from .handed import Collate, collated_copies, rows, samples_at
 from .held_out import HeldOut
 from .iterables import IterableStream
-from .once import samples_at
-from .shapes import shapes, size
+from .sizes import shapes, size
 from .stream import ShardedStream, Stream
 
 _LOOKED_AT = 5  # samples, spread over the dataset

@@ -17,8 +17,8 @@ from ...shared.workload import DataInfo
 from .. import cells
 from .fetching import Fetcher, Task
 from .handed import Collate
-from .longest import Longest
 from .orders import Order, Shuffled
+from .sizes import Longest
 from .workers import Workers
 
 

@@ -42,10 +42,9 @@ from ...shared.units import DEFAULT_SEED, format_bytes
 from ...shared.workload import DataInfo, Workload
 from .. import cells
 from ..random_state import seeded
-from . import cuda_autocast, kernels
+from . import kernels
 from .batches import Batches
-from .refusals import refused
-from .step import DryStep
+from .step import DryStep, refused
 
 MOST_REAL_BYTES = 2**30
 _SMALL = (2, 4)  # batch sizes of the steps that are taken on the CPU
@@ -188,7 +187,7 @@ class _Run:
         self._installed = []
 
     def _install(self, fake: bool) -> None:
-        self._installed = [kernels.install(self._given[3], fake), cuda_autocast.install()]
+        self._installed = [kernels.install(self._given[3], fake), kernels.install_autocast()]
 
     @property
     def _begin(self) -> int:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.fake_internals import fake_mode, fake_weights_converted_in_place, stand_in
+from ...internals.fake_internals import fake_mode, fake_weights_converted_in_place, refused_operator, stand_in
 from ...internals.torch_internals import TorchDispatchMode
 from ...memory.ledger.recorder import Recorder
 from ...memory.ledger.trace import Trace
 from ...memory.tensors import tensors_in
 from ...shared.categories import COMMUNICATION, INPUTS
-from ...shared.errors import InvalidInput
+from ...shared.errors import InvalidInput, WorkloadError, text_of
 from ...shared.forecast import Kernels
 from ...shared.knobs.update import brings_none
 from ...shared.settings import Settings
@@ -33,7 +36,7 @@ from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
 from . import scratch
 from .batches import Batches
-from .cuda_autocast import taken_for_the_cpu
+from .kernels import taken_for_the_cpu
 from .log import DryDevice, held_by
 
 _ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default)
@@ -249,3 +252,27 @@ class _Answers(TorchDispatchMode):
         if func in _ASKS and (self._step.phase == "update" or Segment.replaying):
             return 1
         return func(*args, **(kwargs or {}))
+
+
+_OURS = Path(__file__).parents[2]
+_ROOMS = (Path(torch.__file__).parent, _OURS / "engine", _OURS / "memory", _OURS / "internals")
+_NOT_THEIRS = tuple(str(room) + os.sep for room in _ROOMS)
+
+
+def refused(error: BaseException, phase: str, how: str = "run without memory") -> WorkloadError:
+    """Return an exception of a dry step as a sentence."""
+    operator = refused_operator(error)
+    said = f"{type(error).__name__}: {text_of(error).strip().splitlines()[0] if text_of(error).strip() else ''}"
+    what = f"{operator} needs the values of a tensor, which a dry run does not have" if operator else said
+    return WorkloadError(f"The {phase} cannot be {how}: {what}{_place(error)}.")
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line that is neither torch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    if not theirs or theirs[-1].filename.startswith("<frozen"):
+        return ""
+    last = theirs[-1]
+    code = f": {last.line.strip()}" if last.line else ""
+    return f" ({Path(last.filename).name}, line {last.lineno}, in {last.name}{code})"

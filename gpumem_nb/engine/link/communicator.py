@@ -1,4 +1,4 @@
-"""The interface through which ranks communicate, whatever library carries it.
+"""The interface through which ranks communicate, whatever library carries it, and a rank by itself.
 
 A backend is one file with a :class:`Communicator`; ``tests/unit/test_link.py`` says what each of them must do.
 """
@@ -153,13 +153,58 @@ class Communicator(ABC):
         return data.numpy().tobytes()
 
 
-_of_process: Communicator | None = None
+class _Arrived:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class Single(Communicator):
+    """The only rank there is."""
+
+    rank = local_rank = 0
+    size = local_size = 1
+
+    def start_reduction(self, tensors: Sequence[Tensor], name: str, operation: str = AVERAGE) -> Transfer:
+        """Leave the tensors as they are."""
+        return _Arrived()
+
+    def reduce_scatter(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+    def broadcast(self, named: Mapping[str, Tensor]) -> None:
+        """Leave the tensors as they are."""
+
+    def separated(self) -> bool:
+        """Return no: there is no other rank."""
+        return False
+
+    def is_separation(self, error: BaseException) -> bool:
+        """Return whether a link said so."""
+        return isinstance(error, Separated)
+
+    def leave(self, what: str) -> None:
+        """Do nothing: no rank waits."""
+
+    def rejoin(self, count: int | None = None) -> set[int]:
+        """Do nothing: there is no other rank to join, and no thread communicates."""
+        return set()
+
+
+_of_process: Communicator = Single()
 _of_thread = threading.local()
 
 
 def here() -> Communicator:
     """Return this rank's link to the others. A process that was joined to none is a rank by itself."""
-    return getattr(_of_thread, "link", None) or _of_process or _alone()
+    return getattr(_of_thread, "link", None) or _of_process
 
 
 def use(link: Communicator) -> None:
@@ -178,9 +223,12 @@ def used_by_thread(link: Communicator) -> Iterator[Communicator]:
         _of_thread.link = before
 
 
-def _alone() -> Communicator:
-    global _of_process
-    from .single import Single
+def same_everywhere(number: int, about: str) -> bool:
+    """Return whether all ranks have the same number, below 2**63. All ranks ask; ``about`` names the question."""
+    return alike([number], about)[0]
 
-    _of_process = Single()
-    return _of_process
+
+def alike(numbers: Sequence[int], about: str) -> list[bool]:
+    """Return for each of these numbers whether all ranks have the same, below 2**63. All ranks ask."""
+    rows = here().numbers(numbers, about)
+    return [all(row[place] == number for row in rows) for place, number in enumerate(numbers)]

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..copies import overwrite
 from . import collectives
-from .communicator import ADASUM, AVERAGE, SUM, Communicator, Separated, Transfer
-from .single import Single
+from .communicator import ADASUM, AVERAGE, SUM, Communicator, Separated, Single, Transfer
 
 VERSION: str = horovod.__version__
 NAMES = {"hvd": hvd}

@@ -12,8 +12,7 @@ from torch import Tensor
 from ...shared.ranklist import name_ranks
 from .. import cells
 from ..copies import checksum
-from ..link.agreement import same_everywhere
-from ..link.communicator import here
+from ..link.communicator import here, same_everywhere
 from .parts import Parts
 
 EVERY_STEPS = 40

@@ -17,11 +17,10 @@ from ...memory.device import Device
 from ...shared.errors import WorkloadError
 from ...shared.messages import Failure
 from ...shared.workload import Workload
-from ..data.device import to_device
-from ..data.held_out import HeldOut
-from ..data.once import batches_once
+from ..data.fetching import to_device
+from ..data.held_out import HeldOut, batches_once
 from ..link.communicator import Separated, here
-from ..together.interrupts import interruptible
+from ..link.signals import interruptible
 from ..undo.step_undo import ForwardState, ForwardUndo, KeptWeights
 from .ambient import Ambient, autocast
 from .failures import failure_of

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...shared.errors import WorkloadError, text_of
-from ..link.agreement import alike
-from ..link.communicator import here
+from ..link.communicator import alike, here
 from .live_model import LiveModel
 from .optimizer_state import Replicas, extra_states, from_first
 from .parts import Parts, in_groups

@@ -19,9 +19,9 @@ from ...shared.knobs import KNOBS
 from ...shared.knobs.update import brings_none
 from ...shared.settings import OWN, Settings
 from ...shared.workload import Workload
-from ..link.agreement import same_everywhere
+from ..link.communicator import same_everywhere
+from ..link.signals import interruptible
 from ..replay.checkpointing import Checkpointing, find_blocks
-from ..together.interrupts import interruptible
 from ..undo.step_undo import KeptState
 from . import optimizers
 from .checks import check_modules, check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
 from ..link.communicator import AVERAGE, here
-from ..together.interrupts import postponed
+from ..link.signals import postponed
 from .ballot import NUMBERS
 from .buckets import Bucket, ReductionConfig, arrived, carried_dtype, into_buckets, outgoing, rounding, stand_ins
 from .gradients import square_of

@@ -22,10 +22,10 @@ from ...shared.categories import INPUTS
 from ...shared.errors import WorkloadError
 from ...shared.messages import Failure
 from ...shared.step_times import BACKWARD, COPY, DATA, FORWARD, REDUCTION, TOOLKIT, UPDATE
-from ..data.device import to_device
+from ..data.fetching import to_device
 from ..data.stream import Stream
 from ..link.communicator import here
-from ..together.interrupts import interruptible
+from ..link.signals import interruptible
 from ..undo.step_undo import ForwardState, ForwardUndo, UpdateUndo, WrittenByForward
 from . import optimizers
 from .ambient import Ambient, autocast, check_no_backward, updates_refused

@@ -22,8 +22,8 @@ from .. import cells
 from ..data.held_out import HeldOut
 from ..data.stream import Stream
 from ..link import settings as link_settings
+from ..link import signals
 from ..random_state import OwnNumbers, seeded
-from ..together import nudge
 from .buckets import ReductionConfig
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
@@ -175,7 +175,7 @@ class Trainer:
             return self._train(chunk)
 
     def _train(self, chunk: Chunk) -> ChunkReply:
-        nudge.catch_up(chunk.nudges)
+        signals.catch_up(chunk.nudges)
         failure = self._apply(chunk) or self._look_at_weights()
         self._leaks.chunk_begins(self._device.reading().live_bytes)
         samples: list[Sample] = []

@@ -12,8 +12,8 @@ from torch.amp import GradScaler
 from ...memory.device import Device
 from ...shared.messages import Failure
 from ...shared.step_times import REDUCTION, TOOLKIT
+from ..link import signals
 from ..link.communicator import here
-from ..together import nudge
 from .ballot import Ballot, Votes, WeightWatch
 from .buckets import ReductionConfig
 from .failures import nonfinite_loss
@@ -250,7 +250,7 @@ class Voting:
             careful = step.update_may_fail(order)
         except BaseException as error:
             failure = failure or step.failure(error)
-        left = nudge.newer_than(order.nudges)
+        left = signals.nudged_since(order.nudges)
         torn, relisted = self._reduction.torn, self._live.relisted()
         ballot = Ballot(failure is not None, left, careful, torn, relisted, nonfinite, digest)
         ballot.write(self._reduction.ballot)

@@ -25,7 +25,7 @@ from ..step import optimizers
 from ..step.optimizer_state import Replicas, extra_states
 from ..step.rates import Course
 from ..step.trainer import Trainer
-from .storable import from_bytes, opened_random
+from .capture import from_bytes, opened_random
 
 # What opening a payload raises whose bytes are as they were written, but by something else.
 _NOT_A_STATE = (LookupError, TypeError, AttributeError, ValueError, AssertionError, EOFError, pickle.UnpicklingError)

@@ -11,8 +11,8 @@ from ...shared import snapshot_folder
 from ...shared.errors import StateFileError
 from ...shared.messages import SnapshotOrder, Stored
 from ...shared.units import format_bytes
+from ..link.collectives import give_way
 from ..link.communicator import here
-from ..link.priority import give_way
 from ..step.trainer import Trainer
 from . import capture
 

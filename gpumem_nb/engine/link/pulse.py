@@ -1,19 +1,27 @@
-"""A sign of life every second while a request takes long, and an end to waiting for ranks that do not come.
+"""Signs of life: this rank gives one every second while a request takes long, and watches for the owner's.
 
-Runs on a thread of its own, beside whatever the main thread does. Horovod has an inspector for stalls too, but not
-under every controller, and only rank 0 knows what it found.
+The pulse runs on a thread of its own, beside whatever the main thread does, and ends the waiting for ranks that do not
+come. Horovod has an inspector for stalls too, but not under every controller, and only rank 0 knows what it found.
+
+Ranks end when the notebook kernel that owns them is gone, and take the rest of the cluster with them. On another host
+than the kernel's its steward (``cluster/hosts/steward.py``) is the owner.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ...shared import cluster_records
 from ...shared.answers import Pulse, Waiting
 from ...shared.messages import DeviceUse, Reading
 
@@ -158,3 +166,29 @@ def request(what: str, message: Any) -> Iterator[None]:
         yield
     finally:
         _request = None
+
+
+_OWNER_PERIOD_S = 2.0
+
+
+def watch_owner(profile: Path) -> None:
+    """Return never: once the kernel is gone, end the cluster as its record has it, and this process.
+
+    One rank does it for all, ranks that are stopped or stuck included; the others end by themselves if it cannot.
+    """
+    found = cluster_records.find(profile)
+    while found and found[1].kernel.runs:
+        time.sleep(_OWNER_PERIOD_S)
+    if not (found and _end_from_outside(found[0])):
+        time.sleep(_OWNER_PERIOD_S)
+    os._exit(1)
+
+
+def _end_from_outside(record: Path) -> bool:
+    """In a process that is not a rank, because MPI ends ranks at once when they lose those on another host."""
+    command = [sys.executable, "-m", "gpumem_nb.shared.cluster_records", str(record)]
+    nothing = subprocess.DEVNULL
+    with suppress(OSError):
+        done = subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+        return done.returncode == 0
+    return False

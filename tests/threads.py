@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, for tests: the same promises as Horovod's, without processes."""
+"""Ranks that are threads of one process: the same promises as Horovod's, without processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..copies import overwrite
-from .communicator import ADASUM, AVERAGE, Communicator, Separated, Transfer, used_by_thread
+from gpumem_nb.engine.copies import overwrite
+from gpumem_nb.engine.link.communicator import ADASUM, AVERAGE, Communicator, Separated, Transfer, used_by_thread
 
 Result = TypeVar("Result")
 

@@ -1,4 +1,9 @@
-"""Ctrl-C on a rank: delivered where work can be abandoned, held back where the ranks must stay together."""
+"""Signals to a rank: an interrupt is delivered where work can be abandoned; a nudge asks all ranks to end the chunk.
+
+A nudge goes to one rank, and all ranks agree upon it with the next reduction. So chunks can be long, which costs less,
+and a flip or a cell still waits for no more than the step under way. Nudges are counted, because those sent before a
+chunk was made are no reason to end it; signals that came as one are made up for at the next chunk.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +77,28 @@ def _raise_pending() -> None:
     if _pending:
         _pending = False
         raise KeyboardInterrupt
+
+
+NUDGE = signal.SIGUSR1
+_received = 0
+
+
+def listen_for_nudges() -> None:
+    """Count nudges from now on."""
+    signal.signal(NUDGE, _count)
+
+
+def catch_up(sent: int) -> None:
+    """A chunk begins, made after this many nudges."""
+    global _received
+    _received = max(_received, sent)
+
+
+def nudged_since(sent: int) -> bool:
+    """Return whether this rank was nudged since a chunk was made."""
+    return _received > sent
+
+
+def _count(number: int, frame: Any) -> None:
+    global _received
+    _received += 1

@@ -1,0 +1,309 @@
+"""Looks into what is trained, and into a step that is undone: facts of the model, and whether ranks are in step.
+
+Whether ranks are in step is told by checksums of what they hold, and by which samples they see: of what is loaded, or
+of the user's own loop by the names of its variables. Of that loop each rank says what it sees without the others, so
+that one that is out of step is heard as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+from ..memory.tensors import tensors_in
+from ..shared.errors import WorkloadError
+from ..shared.messages import Chunk
+from ..shared.questions import MOST_SAMPLES, InputFacts, ModelFacts, SeenSamples, SyncLook, TensorTotal
+from .copies import checksum
+from .data.stream import ShardedStream
+from .link.communicator import here
+from .random_state import begin_on_host, set_aside
+from .step.parts import evaluating
+from .step.step import Looks
+from .step.trials import NO_CONFIGURATION
+
+if TYPE_CHECKING:
+    from .step.trainer import Trainer
+
+_HALF = 4  # samples; two of them are a micro-batch in which pairs, lengths and classes differ
+# Of a gradient's norm: more than fp32, or TF32 on a GPU, loses by adding up in another order; the same for 16 bits.
+_ROUNDING, _ROUNDING_16_BIT = 0.01, 0.05
+_WHOLE = (torch.uint8, torch.int16, torch.int32)  # from the smallest: what images, labels and tokens come in
+
+
+def model_facts(trainer: Trainer, inputs: bool) -> ModelFacts:
+    """Of what is loaded; with ``inputs`` all ranks take a step for it, which is undone."""
+    live, found = trainer.live, list[InputFacts]()
+
+    def look(batch: Any) -> None:
+        if not found:
+            content = list(batch.values()) if isinstance(batch, Mapping) else batch
+            found.extend(map(_facts, tensors_in(content)))
+
+    if inputs:
+        trainer.look_into_step(Looks(batch=look))
+    names = {id(param): name for name, param in live.parts.named_parameters()}
+    state = ((param, sum(one.nbytes for one in tensors_in(kept))) for param, kept in live.optimizer.state.items())
+    frozen = [(names.get(id(param), ""), size) for param, size in state if not param.requires_grad]
+    wide = [(name, param.nbytes) for name, param in live.parts.named_parameters() if param.dtype == torch.float64]
+    groups = live.optimizer.param_groups
+    weights = sum(len(group["params"]) for group in groups)
+    model = live.model
+    return ModelFacts(_held(frozen), _held(wide), tuple(found), _eager(model), _vocabulary(model), len(groups), weights)
+
+
+def _eager(model: nn.Module) -> tuple[int, int] | None:
+    """Layers and heads of Hugging Face's model, if it computes attention eagerly and could leave that to SDPA."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", "") != "eager" or not getattr(module, "_supports_sdpa", False):
+            continue
+        if not getattr(config, "output_attentions", False):  # SDPA gives none
+            return getattr(config, "num_hidden_layers", 1), getattr(config, "num_attention_heads", 1)
+    return None
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Return how many logits Hugging Face's model makes of a token."""
+    for module in model.modules():
+        head = None
+        with suppress(Exception):  # a model without a head may refuse to answer
+            head = module.get_output_embeddings()  # type: ignore[operator]
+        if isinstance(weight := getattr(head, "weight", None), Tensor):
+            return weight.shape[0]
+    return 0
+
+
+def splits_to_mean(trainer: Trainer) -> bool | None:
+    """Find out whether the gradient of a micro-batch is the mean of its halves' gradients; ``None`` if a step fails.
+
+    It is not for losses over pairs of samples, sums, means over tokens, and classes with weights. All ranks take two
+    small steps, which are undone: in evaluation mode, because dropout would tell them apart.
+    """
+    live, seen = trainer.live, list[list[tuple[float, float]]]()
+    whole = live.settings.replace(
+        batch_size=2 * _HALF, accumulation_steps=1, precision="fp32", checkpointing="none", reduction="average"
+    )
+    for settings in (whole, whole.replace(batch_size=_HALF, accumulation_steps=2)):
+        chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
+        trainer.stepper.looks = Looks(gradients=lambda: seen.append(_gradients(live.parameters)))
+        try:
+            with trainer.aside(settings), trainer.trying(chunk) as why_not, evaluating(live.parts.modules()):
+                failed = trainer.try_step(why_not, chunk).failure is not None
+        finally:
+            trainer.stepper.looks = Looks()
+        if here().any_rank(failed, "splits"):
+            return None
+    narrow = any(param.dtype.itemsize < torch.float32.itemsize for param in live.parameters)
+    return _alike(seen[0], seen[1], _ROUNDING_16_BIT if narrow else _ROUNDING) if len(seen) == 2 else None
+
+
+def _gradients(params: Iterable[Tensor]) -> list[tuple[float, float]]:
+    """Return each gradient's norm, and its product with its weight, which tells apart those of the same norm."""
+    numbers = []
+    for param in params:
+        if param.grad is None:
+            continue
+        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        norm = torch.linalg.vector_norm(grad)
+        numbers.append(torch.stack([norm, (grad * param.detach()).sum().abs() / (1e-12 + param.detach().norm())]))
+    return [(float(norm), float(along)) for norm, along in torch.stack(numbers).tolist()] if numbers else []
+
+
+def _alike(one: list[tuple[float, float]], other: list[tuple[float, float]], rounding: float) -> bool:
+    if len(one) != len(other):
+        return False
+    largest = max((norm for norm, _ in one), default=0.0)
+    if not math.isfinite(largest):
+        return False
+    return all(
+        abs(a - b) <= rounding * max(norm, 1e-3 * largest)
+        for (norm, along), (norm_b, along_b) in zip(one, other, strict=True)
+        for a, b in ((norm, norm_b), (along, along_b))
+    )
+
+
+def _held(sizes: Iterable[tuple[str, int]]) -> TensorTotal:
+    ordered = sorted(((size, name) for name, size in sizes if size), reverse=True)
+    return TensorTotal(sum(size for size, _ in ordered), len(ordered), ordered[0][1]) if ordered else TensorTotal()
+
+
+def _facts(tensor: Tensor) -> InputFacts:
+    enough = _enough(tensor)
+    spare = tensor.nbytes - tensor.numel() * enough.itemsize
+    return InputFacts(tuple(tensor.shape), _name(tensor.dtype), tensor.nbytes, _name(enough), spare)
+
+
+def _enough(tensor: Tensor) -> torch.dtype:
+    """Return the smallest type that its values are commonly kept in."""
+    if tensor.dtype == torch.float64:
+        return torch.float32
+    if tensor.dtype not in (torch.int64, torch.int32) or not tensor.numel():
+        return tensor.dtype
+    low, high = (int(value) for value in tensor.aminmax())
+    fits = (kind for kind in _WHOLE if torch.iinfo(kind).min <= low and high <= torch.iinfo(kind).max)
+    smaller = next(fits, tensor.dtype)
+    return smaller if smaller.itemsize < tensor.dtype.itemsize else tensor.dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if TYPE_CHECKING:
+    from .step.trainer import Trainer
+
+_BATCHES = 20  # of data without numbered samples
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+def sync_of_own(model: Any, data: Any) -> SyncLook:
+    """Return the same of the user's own loop, as it is now.
+
+    Args:
+        model: whose weights and gradients are meant; may be wrapped for data parallelism.
+        data: what this rank goes through in an epoch, or ``None``. Its order is asked for, or a few micro-batches are
+            read; random numbers are put back.
+
+    Raises:
+        WorkloadError: ``model`` is not a module, or ``data`` can be iterated only once.
+    """
+    if not isinstance(model, nn.Module):
+        raise WorkloadError(f"A {type(model).__name__} is not a model: name a torch.nn.Module, such as model=net.")
+    params = dict(model.named_parameters())
+    grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+    samples = None if data is None else _samples(data)
+    return SyncLook(_checksums(params), _checksums(dict(model.named_buffers())), _checksums(grads), samples)
+
+
+def sync_of_loaded(trainer: Trainer) -> SyncLook:
+    """Of what is loaded. The gradients are those of a step that is undone, in which all ranks take part.
+
+    Raises:
+        WorkloadError: this rank could not take it.
+    """
+    live, stream, gradients = trainer.live, trainer.stream, dict[str, int]()
+
+    def look() -> None:
+        params = live.parts.named_parameters()
+        found = _checksums({name: param.grad for name, param in params if param.grad is not None})
+        gradients.update(found)
+
+    if failure := trainer.look_into_step(Looks(gradients=look)):
+        raise WorkloadError(f"The step whose gradients would be compared could not be taken: {failure.message}")
+    samples = None
+    if isinstance(stream, ShardedStream):
+        numbers, repeats = stream.left_of_epoch(
+            live.settings.batch_size, live.settings.accumulation_steps, MOST_SAMPLES
+        )
+        what = "micro-batches" if stream.info.batched else "samples"
+        taken, numbered = _as_numbers(numbers)
+        samples = SeenSamples(taken, what, numbered, repeats)
+    weights, buffers = dict(live.parts.named_parameters()), dict(live.parts.named_buffers())
+    return SyncLook(_checksums(weights), _checksums(buffers), gradients, samples)
+
+
+def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: _checksum(tensor) for name, tensor in tensors.items()}
+
+
+def _checksum(tensor: Tensor, before: int = 0) -> int:
+    """Of all bits, each in its place."""
+    if tensor.is_sparse:
+        tensor = tensor.detach().coalesce()
+        return _checksum(tensor.values(), _checksum(tensor.indices(), before))
+    return zlib.crc32(int(checksum(tensor)).to_bytes(8, "little", signed=True), before)
+
+
+def _samples(data: Any) -> SeenSamples | None:
+    with set_aside(), _generators_put_back(data):
+        if isinstance(data, DataLoader):
+            with suppress(TypeError):  # of an iterable dataset
+                return _of_loader(data)
+        try:
+            iterator = iter(data)
+        except TypeError:
+            raise WorkloadError(
+                f"data ({type(data).__name__}) cannot be iterated: name a DataLoader or a list."
+            ) from None
+        if iterator is data:
+            raise WorkloadError(
+                "data can be iterated only once, so no rank can look ahead: name the DataLoader itself."
+            )
+        found = [_content(batch) for batch in islice(iterator, _BATCHES)]
+    known = tuple(one for one in found if one is not None)
+    return SeenSamples(known, "micro-batches", numbered=False) if len(known) == len(found) else None
+
+
+def _of_loader(loader: DataLoader[Any]) -> SeenSamples:
+    order: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    keys: Any = (key for entry in order for key in (entry if isinstance(entry, list) else [entry]))
+    keys, dataset = list(islice(keys, MOST_SAMPLES)), loader.dataset
+    while isinstance(dataset, Subset):
+        keys, dataset = [dataset.indices[key] for key in keys], dataset.dataset
+    numbers, numbered = _as_numbers(keys)
+    return SeenSamples(numbers, "samples", numbered, len(set(numbers)) < len(numbers), _of_dataset(dataset))
+
+
+def _as_numbers(keys: Any) -> tuple[tuple[int, ...], bool]:
+    """Return the same, or checksums of what are no whole numbers."""
+    if all(isinstance(key, (int, np.integer)) for key in keys):
+        return tuple(map(int, keys)), True
+    return tuple(zlib.crc32(repr(key).encode()) for key in keys), False
+
+
+def _of_dataset(dataset: Any) -> int | None:
+    """Return a checksum of its first, middle and last sample."""
+    with suppress(Exception):  # it need not be indexed by numbers
+        begin_on_host(0, 0)  # what is random in a sample is then the same for all
+        return _content([dataset[place] for place in (0, len(dataset) // 2, len(dataset) - 1)])
+    return None
+
+
+def _content(batch: Any) -> int | None:
+    """A checksum of anything made of tensors, arrays and plain values; ``None`` where it has something else in it."""
+    found = 0
+    for leaf in _leaves(batch):
+        if isinstance(leaf, Tensor):
+            found = _checksum(leaf, found)
+        elif isinstance(leaf, np.ndarray):
+            found = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), found)
+        elif isinstance(leaf, _PLAIN):
+            found = zlib.crc32(repr(leaf).encode(), found)
+        else:
+            return None
+    return found
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = list(vars(batch).values())
+    if isinstance(batch, (list, tuple)):
+        for part in batch:
+            yield from _leaves(part)
+    else:
+        yield batch
+
+
+@contextmanager
+def _generators_put_back(data: Any) -> Iterator[None]:
+    """Inside, samplers may draw from generators of their own."""
+    batches = getattr(data, "batch_sampler", None)
+    owners = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = {id(one): one for owner in owners if isinstance(one := getattr(owner, "generator", None), torch.Generator)}
+    with ExitStack() as stack:
+        for generator in found.values():
+            stack.callback(generator.set_state, generator.get_state())
+        yield
