@@ -55,12 +55,12 @@ def end_by(monkeypatch: pytest.MonkeyPatch, session: Session, instead: Callable[
 def claim(monkeypatch: pytest.MonkeyPatch, session: Session, infos: list[RankInfo]) -> None:
     """Let the notebook believe this of its ranks."""
     monkeypatch.setattr(session._life.ranks, "infos", infos)
-    monkeypatch.setattr(session._life.inspection, "_ranks", tuple(infos))
+    monkeypatch.setattr(session._life.cluster.inspection, "_ranks", tuple(infos))
 
 
 def predicted_by_small_steps(session: Session, knobs: dict[str, Any]) -> Prediction:
     """What is said before a whole step has confirmed it, or where that would take too long."""
-    predicting = session._life.predicting
+    predicting = session._life.cluster.predicting
     settings = predicting._checked(knobs)
     return predicting.by_small_steps(settings, [settings.batch_size])[0]
 
@@ -248,7 +248,7 @@ run_unrecorded = eval("lambda code: exec(code, __import__('gpumem_nb.engine.rank
 
 def forget_cells(session: Session) -> None:
     """Let exports know that nothing is left on the ranks of what cells have defined."""
-    session._life._cells.started(DEFAULT_SEED)
+    session._life._origin.cells.started(DEFAULT_SEED)
 
 
 def put_back(names: Iterable[str]) -> str:

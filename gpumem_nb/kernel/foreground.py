@@ -149,7 +149,7 @@ class Foreground:
         def post(posted: Posted) -> Call:
             return self.ask(function, *arguments, ranks=ranks, posted=posted)
 
-        return self.finish(post, timeout, then).get()
+        return self.finish(post, timeout, if_done(then)).get()
 
     def call_alone(self, function: str, *arguments: Any, undone: bool = False) -> list[Any]:
         """Return the same of all ranks, while no chunk of training is sent.
@@ -168,7 +168,7 @@ class Foreground:
         self,
         post: Callable[[Posted], Call],
         timeout: float | None = None,
-        then: Posted = lambda call: None,
+        ended: Posted = lambda call: None,
         show: Callable[[Call], None] = lambda call: None,
         undone: bool = False,
     ) -> Call:
@@ -176,7 +176,9 @@ class Foreground:
 
         Args:
             post: posts it, and tells the function that it is given before an interrupt is heard.
-            then, undone: as :meth:`call` and :meth:`call_alone` say.
+            ended: called with it once it is waited for no more, whatever came of it. It may not wait.
+            show: called with it now and then meanwhile.
+            undone: as :meth:`call_alone` says.
 
         Raises:
             RankError: the first error of a rank; ``Stalled`` if ranks had waited for others in it.
@@ -187,16 +189,17 @@ class Foreground:
 
         def settle() -> None:
             with shielded():
-                if asked and asked[0].went_well():
-                    then(asked.pop())
+                if asked:
+                    ended(asked.pop())
 
-        try:
-            call = self._posted_and_done(post, asked, timeout, show, undone)
-            settle()
-            return call
-        except BaseException:  # an interrupt may come between any two lines
-            settle()
-            raise
+        with self.waited_for():  # once the session is not busy, it is known what came of it
+            try:
+                call = self._posted_and_done(post, asked, timeout, show, undone)
+                settle()
+                return call
+            except BaseException:  # an interrupt may come between any two lines
+                settle()
+                raise
 
     def _posted_and_done(
         self,
@@ -380,3 +383,8 @@ class InterruptTracker:
             f"Interrupted{' twice' * again}. {state} To end the ranks, start them again and restore the training: "
             "%hvd_restart"
         )
+
+
+def if_done(then: Posted) -> Posted:
+    """Return what calls ``then`` with a call that all ranks have done, and with no other."""
+    return lambda call: then(call) if call.went_well() else None

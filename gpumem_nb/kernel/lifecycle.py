@@ -19,21 +19,17 @@ from ..shared.errors import ClusterDied, Interrupted, InvalidInput, nearest
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
 from . import compatibility, starting
+from .cluster import Cluster
 from .foreground import Foreground
 from .history import History
 from .idle import IdleWatch
 from .loading import Loading
 from .logs import Logs
-from .origin import CellRecord, Origin
+from .origin import Origin
 from .policy import RULES, Policy
-from .questions.doctoring import Doctoring
-from .questions.exporting import Exporting
-from .questions.fitting import Fitting
+from .questions.fitting import Knobs, moved
 from .questions.inspection import Inspection
 from .questions.predicting import Predicting
-from .questions.scaling import Scaling
-from .questions.tracing import Tracing
-from .questions.tuning import Tuning
 from .record import Record
 from .running import Running
 from .snapshot_plan import SnapshotPlan
@@ -55,24 +51,13 @@ class Lifecycle:
         record: every configuration that was tried, also before a restart.
         ended: why there are no ranks any more, in words; empty while there are.
         restored: what the last restart brought back, in words.
-        history, ranks, training and all below: of the ranks that run, or ran last.
+        cluster, and all below: of the ranks that run, or ran last.
     """
 
-    history: History
-    ranks: Ranks
-    training: Training
-    foreground: Foreground
+    cluster: Cluster
     running: Running
-    inspection: Inspection
-    predicting: Predicting
-    fitting: Fitting
-    tuning: Tuning
-    doctoring: Doctoring
-    scaling: Scaling
-    tracing: Tracing
     loading: Loading
     state_files: StateFiles
-    exporting: Exporting
     idle: IdleWatch
 
     def __init__(self, plan: starting.Plan) -> None:
@@ -82,7 +67,6 @@ class Lifecycle:
         self.restored = ""
         self._changing_policy = threading.Lock()
         self._origin = Origin()
-        self._cells = CellRecord()
         self.record = Record()
         self.logs = Logs(lambda text: self.history.mark("note", text))
         self.snapshots = SnapshotPlan(
@@ -90,6 +74,26 @@ class Lifecycle:
             lambda: self.policy,
             lambda text: self.history.mark("note", text),
         )
+
+    @property
+    def history(self) -> History:
+        """Return what has been measured since the ranks were started."""
+        return self.cluster.history
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return the ranks."""
+        return self.cluster.ranks
+
+    @property
+    def training(self) -> Training:
+        """Return what keeps the ranks training."""
+        return self.cluster.training
+
+    @property
+    def foreground(self) -> Foreground:
+        """Return what asks the ranks for the notebook."""
+        return self.cluster.foreground
 
     def start(self, progress: Progress) -> None:
         """Start the ranks, and everything that works beside them.
@@ -100,53 +104,33 @@ class Lifecycle:
         """
         history = History(self.plan.size, self.logs.take_in)
         try:
-            self.ranks = self.plan.start(
-                history.started_s, self.policy.stall_limit_s, self._origin.default_seed, progress
-            )
+            ranks = self.plan.start(history.started_s, self.policy.stall_limit_s, self._origin.default_seed, progress)
         except KeyboardInterrupt:
             raise Interrupted("Interrupted while the ranks were starting. What had been started was ended.") from None
-        self.history = history  # only now: a start that fails leaves what was measured before
-        self.record.follow(history, self.ranks.infos[0])
         try:
-            self._work_beside(history)
+            self._work_beside(ranks, history)
         except BaseException:
-            finish_anyway(self.ranks.stop, "gpumem_nb ending")  # what works beside them may not be there yet
+            finish_anyway(ranks.stop, "gpumem_nb ending")  # what works beside them may not be there yet
             raise
 
-    def _work_beside(self, history: History) -> None:
-        self.training = Training(self.ranks, history, self.snapshots, lambda: self.policy, self._autotuned, self._lost)
-        self.foreground = Foreground(
-            self.ranks,
-            self.training,
-            history,
-            lambda: self.policy,
-            lambda: self.ended,
-            lambda: self.idle.touch(),
+    def _work_beside(self, ranks: Ranks, history: History) -> None:
+        training = Training(ranks, history, self.snapshots, lambda: self.policy, self._autotuned, self._lost)
+        foreground = Foreground(
+            ranks, training, history, lambda: self.policy, lambda: self.ended, lambda: self.idle.touch()
         )
-        self.running = Running(self.ranks, self.foreground, history, self._cells)
-        self._cells.started(self._origin.default_seed)
-        self.inspection = Inspection(tuple(self.ranks.infos), self.foreground, self.training, history)
-        self.predicting = Predicting(self.foreground, self.training, self.ranks.infos, history)
-        self.fitting = Fitting(self.predicting, self.training, history)
-        self.tuning = Tuning(self.foreground, self.training, self.predicting, history)
-        self.tracing = Tracing(tuple(self.ranks.infos), self.foreground, self.training, history)
-        self.doctoring = Doctoring(
-            self.ranks.infos, self.foreground, self.training, self.predicting, self.inspection, history
-        )
-        self.scaling = Scaling(self.ranks.infos, self.foreground, self.training)
-        self.loading = Loading(
-            self.foreground, self.training, history, self.snapshots, self._origin, self._cells, self.record
-        )
-        self.state_files = StateFiles(
-            self.foreground, self.training, self.loading, self._origin, self.record, self.snapshots
-        )
-        self.exporting = Exporting(
-            self.ranks.infos, self.foreground, self.training, history, self._origin, self._cells, lambda: self.policy
-        )
+        origin, record, snapshots = self._origin, self.record, self.snapshots
+        cluster = Cluster(ranks, history, training, foreground, lambda: self.policy, origin, record, snapshots)
+        cluster.inspection, cluster.predicting = Inspection(cluster), Predicting(cluster)
+        # Only now: a start that fails leaves what was measured before.
+        self.cluster = cluster
+        self.record.follow(history, ranks.infos[0])
+        self._origin.cells.started(self._origin.default_seed)
+        self.running, self.loading = Running(cluster), Loading(cluster)
+        self.state_files = StateFiles(cluster, self.loading)
         self.idle = IdleWatch(lambda: self.policy.idle_minutes, self._works, self._stop_idle)
         self.ended = ""
-        self.training.start()
-        self.ranks.look_after(self.training.give_up)
+        training.start()
+        ranks.look_after(training.give_up)
         self.idle.start()
         self._make_room()
 
@@ -245,6 +229,23 @@ class Lifecycle:
             self.training.set(knobs, check)
             if "autotune" in rules:
                 self.training.apply()  # ranks may still have what it tried
+
+    def applying(self, found_under: Settings) -> Callable[[Knobs], None]:
+        """Return what sets knobs that were found for what is loaded now, under these settings; also after a restart.
+
+        It refuses once something else is loaded, or another knob that affects memory has changed.
+        """
+        loaded, history, loaded_as = self.training.workload, self.history, self.history.loaded_as
+
+        def apply(knobs: Knobs) -> None:
+            if self.history.loaded_again(history, loaded_as) or self.training.workload != loaded:
+                name = loaded.name if loaded else "nothing"
+                raise InvalidInput(f"This result is for {name}, but another workload is loaded now. Run it again.")
+            if changed := moved(found_under, self.training.settings, knobs):
+                raise InvalidInput(f"This was found before {changed} changed, so it may not fit. Run it again.")
+            self.set(knobs)
+
+        return apply
 
     def _change_policy(self, rules: dict[str, Any]) -> None:
         """Ranks are told how long they may wait for one another."""

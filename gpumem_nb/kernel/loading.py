@@ -22,13 +22,11 @@ from ..shared.units import checked_seed
 from ..shared.workload import Workload, WorkloadInfo
 from ..workloads import catalog
 from . import compatibility
-from .foreground import RESUMING, Foreground
-from .history import History
-from .origin import CellRecord, Origin, Unrestored
-from .record import Record
+from .cluster import AsksRanks, Cluster
+from .foreground import RESUMING, if_done
+from .origin import Unrestored
 from .running import pickled
-from .snapshot_plan import SnapshotPlan, notebook_name
-from .training import Training
+from .snapshot_plan import notebook_name
 
 # What a restart allows ranks that may hang, before it takes the last automatic snapshot in place of one made now.
 RESTART_TIMEOUT_S = 10.0
@@ -36,31 +34,16 @@ LATE_S = 10.0  # by how much later a rank may refuse to load than another, befor
 ATTACHED = "attached.pickle"
 
 
-class Loading:
+class Loading(AsksRanks):
     """Loads and restores what the ranks of one cluster train.
 
     Attributes:
         kept: which knobs the latest load has left as they were before, in a sentence; empty if none.
     """
 
-    def __init__(
-        self,
-        foreground: Foreground,
-        training: Training,
-        history: History,
-        snapshots: SnapshotPlan,
-        origin: Origin,
-        cells: CellRecord,
-        record: Record,
-    ) -> None:
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
         self.kept = ""
-        self._foreground = foreground
-        self._training = training
-        self._history = history
-        self._snapshots = snapshots
-        self._origin = origin
-        self._cells = cells
-        self._record = record
 
     def load(self, name_or_workload: str | Workload, options: dict[str, Any], seed: int | str | None) -> WorkloadInfo:
         """Load a workload; training starts afresh.
@@ -87,7 +70,7 @@ class Loading:
 
         def loaded(info: WorkloadInfo) -> None:
             origin.workload, origin.sent, origin.attached, origin.unrestored = workload, sent, None, None
-            self._cells.loaded()
+            self._origin.cells.loaded()
             with suppress(OSError):
                 (self._snapshots.folder / ATTACHED).unlink(missing_ok=True)  # what it holds is gone from the ranks
 
@@ -101,7 +84,7 @@ class Loading:
             origin.workload, origin.attached, origin.unrestored = None, names, None
             origin.trained_before = info.trained_before
             origin.not_kept = "the ranks ended before they were written"
-            self._cells.loaded(names)
+            self._origin.cells.loaded(names)
 
         info = self._begin("attach", names, self._seed(seed), then=attached)
         origin.not_kept = self._keep_attached(names)
@@ -112,7 +95,7 @@ class Loading:
         origin, number = self._origin, checked_seed(seed)
 
         def seeded(call: Call) -> None:
-            self._cells.seeded(number)
+            self._origin.cells.seeded(number)
             origin.default_seed = number
             if call.get()[0] == 0:
                 origin.seed = number
@@ -268,7 +251,7 @@ class Loading:
 
         self._foreground.pause()
         try:
-            self._foreground.finish(post, then=loaded)
+            self._foreground.finish(post, ended=if_done(loaded))
             return began[0]
         except (Exception, KeyboardInterrupt) as error:
             interrupted = isinstance(error, Interrupted | KeyboardInterrupt)

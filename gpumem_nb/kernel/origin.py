@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..shared.questions import Cell
@@ -48,6 +48,7 @@ class Origin:
         unrestored: what a restart has yet to bring back.
         seed: of the initial weights, the order of the data and dropout.
         default_seed: of cells' random numbers, and of what is loaded next.
+        cells: the code that ran.
     """
 
     workload: Workload | None = None
@@ -61,6 +62,7 @@ class Origin:
     unrestored: Unrestored | None = None
     seed: int = DEFAULT_SEED
     default_seed: int = DEFAULT_SEED
+    cells: CellRecord = field(default_factory=lambda: CellRecord())
 
     @property
     def loaded(self) -> bool:

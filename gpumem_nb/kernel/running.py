@@ -10,27 +10,18 @@ from typing import Any
 import cloudpickle
 
 from ..cluster.calls import Call
-from ..cluster.interrupts import shielded
-from ..cluster.ranks import Posted, Ranks
+from ..cluster.ranks import Posted
 from ..shared.errors import GpumemError, InvalidInput, WorkloadError
 from ..shared.ranklist import RankChoice, choose_ranks
-from .foreground import Foreground
-from .history import History
-from .origin import CellRecord
+from .cluster import AsksRanks, Cluster
 
 
-class Running:
-    """Runs code on the ranks of one cluster.
+class Running(AsksRanks):
+    """Runs code on the ranks of one cluster."""
 
-    Args:
-        cells: keeps the code that runs.
-    """
-
-    def __init__(self, ranks: Ranks, foreground: Foreground, history: History, cells: CellRecord) -> None:
-        self._ranks = ranks
-        self._foreground = foreground
-        self._history = history
-        self._cells = cells
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._all = cluster.ranks
         self._numbers = itertools.count(1)
 
     def run(
@@ -52,12 +43,12 @@ class Running:
             raise InvalidInput(f"A {type(code_or_function).__name__} cannot be run: give code as text, or a function.")
         self._foreground.tell_surroundings()
         blob = pickled((code_or_function, args), "The function")
-        chosen = choose_ranks(ranks, self._ranks.size)
+        chosen = choose_ranks(ranks, self._all.size)
 
         def called(call: Call) -> None:
-            self._cells.called(everywhere=self._are_all(chosen), drew=call.drew())
+            self._origin.cells.called(everywhere=self._are_all(chosen), drew=call.drew())
 
-        return self._finished(lambda posted: self._ranks.call_function(blob, chosen, posted), called, timeout).get()
+        return self._finished(lambda posted: self._all.call_function(blob, chosen, posted), called, timeout).get()
 
     def push(self, variables: Mapping[str, Any], ranks: RankChoice) -> None:
         """Define variables on ranks.
@@ -69,11 +60,11 @@ class Running:
             if not isinstance(name, str) or not name.isidentifier():
                 raise InvalidInput(f"{name!r} is not a variable name.")
         pickled(variables, "The value")
-        everywhere = self._are_all(choose_ranks(ranks, self._ranks.size))
+        everywhere = self._are_all(choose_ranks(ranks, self._all.size))
 
         def pushed(call: Call) -> None:
             if call.went_well():
-                self._cells.pushed(variables, everywhere)
+                self._origin.cells.pushed(variables, everywhere)
 
         def post(posted: Posted) -> Call:
             return self._foreground.ask("push", dict(variables), ranks=ranks, posted=posted)
@@ -104,19 +95,19 @@ class Running:
             compile(source, title, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except SyntaxError as error:
             raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
-        chosen = choose_ranks(ranks, self._ranks.size)
+        chosen = choose_ranks(ranks, self._all.size)
 
         def ran(call: Call) -> None:
             everywhere, finished = self._are_all(chosen), call.went_well()
-            self._cells.ran(source, everywhere=everywhere, finished=finished, drew=call.drew())
+            self._origin.cells.ran(source, everywhere=everywhere, finished=finished, drew=call.drew())
 
         def post(posted: Posted) -> Call:
-            return self._ranks.run_cell(source, title, result, memory, chosen, posted)
+            return self._all.run_cell(source, title, result, memory, chosen, posted)
 
         return self._finished(post, ran, timeout, show)
 
     def _are_all(self, chosen: Sequence[int] | None) -> bool:
-        return chosen is None or len(chosen) == self._ranks.size
+        return chosen is None or len(chosen) == self._all.size
 
     def _finished(
         self,
@@ -126,31 +117,13 @@ class Running:
         show: Callable[[Call], None] = lambda call: None,
     ) -> Call:
         """Post a call that runs code of the notebook, and wait for it; ``ended`` is told of it however it ends."""
-        asked: list[Call] = []
 
-        def noted(posted: Posted) -> Call:
-            def both(call: Call) -> None:
-                asked.append(call)
-                posted(call)
+        def over(call: Call) -> None:
+            ended(call)
+            self._history.model_may_have_changed()
+            self._foreground.mark_notes(call)
 
-            return post(both)
-
-        def settle() -> None:
-            with shielded():
-                if asked:
-                    call = asked.pop()
-                    ended(call)
-                    self._history.model_may_have_changed()
-                    self._foreground.mark_notes(call)
-
-        with self._foreground.waited_for():  # once the session is not busy, the model has its new version
-            try:
-                call = self._foreground.finish(noted, timeout, show=show)
-                settle()
-                return call
-            except BaseException:
-                settle()
-                raise
+        return self._foreground.finish(post, timeout, over, show)
 
 
 def pickled(value: Any, what: str) -> bytes:

@@ -14,32 +14,17 @@ from ..shared.answers import Progress
 from ..shared.errors import StateFileError
 from ..shared.state_file import as_path
 from ..workloads import catalog
-from .foreground import Foreground
+from .cluster import AsksRanks, Cluster
 from .loading import Loading
-from .origin import Origin
-from .record import Record
-from .snapshot_plan import SnapshotPlan, notebook_name
-from .training import Training
+from .snapshot_plan import notebook_name
 
 
-class StateFiles:
+class StateFiles(AsksRanks):
     """Saves and resumes what the ranks of one cluster train."""
 
-    def __init__(
-        self,
-        foreground: Foreground,
-        training: Training,
-        loading: Loading,
-        origin: Origin,
-        record: Record,
-        plan: SnapshotPlan,
-    ) -> None:
-        self._foreground = foreground
-        self._training = training
+    def __init__(self, cluster: Cluster, loading: Loading) -> None:
+        super().__init__(cluster)
         self._loading = loading
-        self._origin = origin
-        self._record = record
-        self._plan = plan
 
     def save(self, path: str | os.PathLike[str], progress: Progress) -> StateFile:
         """Write the training state between two chunks to a file."""
@@ -54,7 +39,7 @@ class StateFiles:
     def resume(self, path: str | os.PathLike[str] | None, progress: Progress) -> StateFile:
         """Go on from a file, or from the newest automatic snapshot of this notebook."""
         began = time.perf_counter()
-        source = newest(self._plan.folder) if path is None else as_path(path)
+        source = newest(self._snapshots.folder) if path is None else as_path(path)
         progress("reading the training state", 0.5)
         if self._training.workload is None:
             header = ready_made(source)
@@ -65,7 +50,7 @@ class StateFiles:
 
     def snapshots(self) -> Snapshots:
         """Return the automatic snapshots that there are."""
-        return snapshots(self._plan.folder)
+        return snapshots(self._snapshots.folder)
 
     def load_runs(self, path: str | os.PathLike[str]) -> ImportedRuns:
         """Take in the runs that a state holds, and nothing else of it.

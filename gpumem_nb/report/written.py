@@ -6,15 +6,17 @@ import errno
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 from ..shared.errors import InvalidInput
 from ..shared.units import format_bytes
-from ..shared.whole_file import check_no_folder, why_kept, why_not, written_whole
+from ..shared.whole_file import Ours, check_no_folder, why_kept, why_not, written_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,8 @@ class Written:
     __repr__ = __str__
 
 
-def check_over(target: Path, begin: bytes) -> None:
-    """Refuse to replace anything but a file that begins like this, before any work is done for it.
+def check_over(target: Path, ours: Ours, what: str = "such a file") -> None:
+    """Refuse to replace anything but ``what`` is ours, before any work is done for it.
 
     Raises:
         InvalidInput: something else has that name, or it cannot be told.
@@ -43,8 +45,23 @@ def check_over(target: Path, begin: bytes) -> None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         if not os.access(target.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        if kept := why_kept(target, begin, "such a file"):
+        if kept := why_kept(target, ours, what):
             raise InvalidInput(kept)
+    except OSError as error:
+        raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
+
+
+@contextmanager
+def written_over(target: Path, ours: Ours, what: str = "such a file") -> Iterator[IO[bytes]]:
+    """Give a stream whose content becomes the file if the block succeeds, in place of nothing but ``what`` is ours.
+
+    Raises:
+        InvalidInput: it cannot be written, or something else has that name.
+    """
+    check_over(target, ours, what)
+    try:
+        with written_whole(target) as file:
+            yield file
     except OSError as error:
         raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
 
@@ -53,14 +70,10 @@ def write_over(target: Path, data: bytes, begin: bytes, holds: str) -> Written:
     """Write a whole file, in place of nothing but one that begins like this.
 
     Raises:
-        InvalidInput: it cannot be written, or something else has that name.
+        InvalidInput: as :func:`written_over`.
     """
-    check_over(target, begin)
-    try:
-        with written_whole(target) as file:
-            file.write(data)
-    except OSError as error:
-        raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
+    with written_over(target, begin) as file:
+        file.write(data)
     return Written(target, len(data), holds)
 
 

@@ -1,4 +1,4 @@
-"""The state of the session and of its memory."""
+"""The state of the session and of its memory, and logs of it for other programs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..kernel.lifecycle import Lifecycle
+from ..kernel.logs import Log
+from ..kernel.questions.scaling import Scaling
+from ..kernel.questions.tracing import Tracing
 from ..report.bottleneck import Bottleneck
 from ..report.freed import FreeReport
 from ..report.memory import MemoryReport
@@ -65,7 +68,7 @@ class ReportsState:
             InvalidInput: ``by`` is none of these.
             WorkloadError: with ``timeline``, nothing is loaded, or the step could not be recorded.
         """
-        return self._life.inspection.report(by, timeline)
+        return self._life.cluster.inspection.report(by, timeline)
 
     def free(self) -> FreeReport:
         """Give cached memory that no tensor uses back to the devices, between two steps, also while training.
@@ -73,7 +76,7 @@ class ReportsState:
         What comes back is what the caching allocator kept for later: other processes can use it, and it is no room that
         training lacked. The report says what holds the rest: weights, gradients, optimizer state, variables of cells.
         """
-        return self._life.inspection.free()
+        return self._life.cluster.inspection.free()
 
     def timeline(self) -> list[Timeline]:
         """Record one step of every rank, allocation by allocation; the step is undone.
@@ -81,7 +84,7 @@ class ReportsState:
         Raises:
             WorkloadError: nothing is loaded, or the step could not be recorded.
         """
-        return self._life.inspection.timeline()
+        return self._life.cluster.inspection.timeline()
 
     def time(self, timeline: bool = False) -> TimeReport:
         """Return where the time of a step goes on every rank: the means of the latest steps under the present settings.
@@ -92,14 +95,14 @@ class ReportsState:
         Raises:
             WorkloadError: nothing is loaded, or no step was done yet.
         """
-        return self._life.inspection.time(timeline)
+        return self._life.cluster.inspection.time(timeline)
 
     def verdict(self) -> Bottleneck | None:
         """Return what the time of a step is lost to, in a sentence, with the settings that would help.
 
         ``None`` while nothing is worth a word, and before there were 14 steps under the present settings.
         """
-        return self._life.inspection.verdict()
+        return self._life.cluster.inspection.verdict()
 
     def check_sync(self, model: str | None = None, data: str | None = None) -> SyncReport:
         """Check that ranks hold the same weights and gradients, bit for bit, and see different samples.
@@ -115,7 +118,7 @@ class ReportsState:
             WorkloadError: nothing is loaded and nothing is named, or a variable holds something else.
             InvalidInput: ``data`` without ``model``.
         """
-        return self._life.inspection.sync(model, data)
+        return self._life.cluster.inspection.sync(model, data)
 
     def scaling(
         self,
@@ -136,7 +139,7 @@ class ReportsState:
             InvalidInput: no such numbers.
             WorkloadError: nothing is loaded, or a step failed.
         """
-        return self._life.scaling.measure(ranks, steps, progress)
+        return Scaling(self._life.cluster).measure(ranks, steps, progress)
 
     def check_network(self, progress: Progress = lambda what, done: None) -> NetworkReport:
         """Time all-reduces of all ranks, of messages from 1 KiB to 64 MiB: latency and bus bandwidth.
@@ -145,7 +148,7 @@ class ReportsState:
             InvalidInput: there is one rank only.
         """
         self._life.foreground.check_alive()
-        return self._life.scaling.network(len(self._life.ranks.infos), progress)
+        return Scaling(self._life.cluster).network(len(self._life.ranks.infos), progress)
 
     def trace(
         self, path: str | os.PathLike[str], steps: int = 3, progress: Progress = lambda what, done: None
@@ -165,7 +168,7 @@ class ReportsState:
             WorkloadError: nothing is loaded, or a rank could not record.
             TrainingFailed: a step could not be done; nothing was written.
         """
-        return self._life.tracing.trace(path, steps, progress)
+        return Tracing(self._life.cluster).trace(path, steps, progress)
 
     def memory_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write torch's own snapshot of the memory of rank 0's GPU, for its visualiser (pytorch.org/memory_viz).
@@ -176,4 +179,34 @@ class ReportsState:
             InvalidInput: the ranks have virtual GPUs, or the file cannot be written.
         """
         self._life.foreground.check_alive()
-        return self._life.inspection.write_snapshot(path)
+        return self._life.cluster.inspection.write_snapshot(path)
+
+    @property
+    def logs(self) -> tuple[Log, ...]:
+        """Return what is logged now, and what could not be logged any more."""
+        return tuple(self._life.logs)
+
+    def log_to(self, target: str | os.PathLike[str], to: str | None = None) -> Log:
+        """Write steps, settings, evaluations and events from now on, until the session ends or is told to stop.
+
+        A thread of its own does it, so training never waits; a target that fails ends its log, not the training. The
+        log goes on through restarts and resuming; another workload, or one that is loaded afresh, begins another run.
+
+        Args:
+            target: a folder, a file, or ``project/run`` of trackio.
+            to: ``tensorboard``, ``jsonl`` or ``trackio``; by default JSON lines for what ends in ``.jsonl`` and
+                TensorBoard for anything else.
+
+        Raises:
+            InvalidInput: an unknown kind, a package that is not installed, or a target that cannot be written.
+        """
+        self._life.foreground.check_alive()
+        return self._life.logs.begin(os.fspath(target), to, self._life.history.settings_now())
+
+    def stop_logging(self, target: str | os.PathLike[str] | None = None) -> None:
+        """Write what there is and end one log, or all of them.
+
+        Raises:
+            InvalidInput: nothing is logged there.
+        """
+        self._life.logs.stop(None if target is None else os.fspath(target))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
+from ..kernel.questions.doctoring import Doctoring
+from ..kernel.questions.fitting import Fitting
+from ..kernel.questions.tuning import Tuning
 from ..planning.allocators import AllocatorWhatIf
 from ..planning.doctor.checklist import Checklist
 from ..planning.doctor.diagnosis import Diagnosis
@@ -15,7 +18,6 @@ from ..planning.tuning.result import TuneResult
 from ..planning.what_fits import WhatFits
 from ..planning.what_if import WhatIf
 from ..shared.answers import Progress
-from ..shared.errors import InvalidInput
 from ..shared.settings import Settings
 
 
@@ -33,7 +35,7 @@ class PredictsSettings:
             InvalidInput: an unknown knob, or a value that cannot be used with what is loaded.
             WorkloadError: nothing is loaded, or a small step failed.
         """
-        return self._life.predicting.predict(knobs)
+        return self._life.cluster.predicting.predict(knobs)
 
     def largest_batch(self, **knobs: Any) -> int:
         """Return the largest ``batch_size`` that fits every rank with these changes, error included; 0 if none does.
@@ -42,7 +44,7 @@ class PredictsSettings:
             InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
             WorkloadError: as :meth:`predict`.
         """
-        return self._life.predicting.largest_batch(knobs)
+        return self._life.cluster.predicting.largest_batch(knobs)
 
     def allocator_what_if(self, *settings: str) -> AllocatorWhatIf:
         """Return how much the caching allocator would reserve for a step under other settings, by a model of it.
@@ -55,7 +57,7 @@ class PredictsSettings:
             InvalidInput: one that is not known.
             WorkloadError: nothing is loaded, or a step failed.
         """
-        return self._life.predicting.allocators(settings)
+        return self._life.cluster.predicting.allocators(settings)
 
     def foreseen(self, settings: Settings | None = None) -> Prediction | None:
         """Return what was predicted last for these settings, or the present ones; ``None`` if nothing was.
@@ -73,7 +75,7 @@ class PredictsSettings:
             InvalidInput: as :meth:`largest_batch`.
             WorkloadError: as :meth:`predict`, and where not even small steps fit.
         """
-        return self._life.predicting.peaks_by_batch(knobs)
+        return self._life.cluster.predicting.peaks_by_batch(knobs)
 
     def doctor(self, progress: Progress = lambda what, done: None) -> Diagnosis:
         """Return what is wrong with this session as it is, the worst first, with the flips that would fix it.
@@ -87,7 +89,7 @@ class PredictsSettings:
         Raises:
             WorkloadError: nothing is loaded, nothing was trained yet, or settings were changed meanwhile.
         """
-        return self._life.doctoring.examine(progress)
+        return Doctoring(self._life.cluster).examine(progress)
 
     def checklist(self, progress: Progress = lambda what, done: None) -> Checklist:
         """Return the checklist of training on several devices: builds agree, gradients are synchronised, data is split.
@@ -95,11 +97,11 @@ class PredictsSettings:
         Raises:
             WorkloadError: the step whose gradients would be compared could not be taken.
         """
-        return self._life.doctoring.checklist(progress)
+        return Doctoring(self._life.cluster).checklist(progress)
 
     def score(self) -> Scoreboard:
         """Every prediction of this session whose settings were tried afterwards, beside what came."""
-        return self._life.predicting.score()
+        return self._life.cluster.predicting.score()
 
     def what_if(self) -> WhatIf:
         """Every single flip from here: what it would need, and whether it fits.
@@ -107,7 +109,7 @@ class PredictsSettings:
         Raises:
             WorkloadError: nothing is loaded, or a small step failed.
         """
-        return self._life.predicting.what_if()
+        return self._life.cluster.predicting.what_if()
 
     def what_fits(self, *, progress: Progress = lambda what, done: None) -> WhatFits:
         """Return the largest micro-batch that fits under each precision and checkpointing, and samples/s with it.
@@ -118,8 +120,7 @@ class PredictsSettings:
             InvalidInput: the data bring micro-batches of their own.
             WorkloadError: nothing is loaded, or no small step was possible.
         """
-        self._life.foreground.check_loaded()
-        return self._life.fitting.what_fits(progress, self._change_what_is_loaded(), lambda: self._life.training)
+        return Fitting(self._life.cluster).what_fits(progress, self._life.applying)
 
     def tune(
         self,
@@ -150,17 +151,5 @@ class PredictsSettings:
             InvalidInput: an argument that cannot be used.
             WorkloadError: nothing is loaded, or no step is possible.
         """
-        apply, latest = self._change_what_is_loaded(), lambda: self._life.training
-        return self._life.tuning.tune(budget, global_batch, seconds, knobs, same_mathematics, progress, apply, latest)
-
-    def _change_what_is_loaded(self) -> Callable[[dict[str, Any]], None]:
-        """Sets knobs as long as what is loaded now still is, perhaps after a restart."""
-        loaded, history, loaded_as = self._life.training.workload, self._life.history, self._life.history.loaded_as
-
-        def change(knobs: dict[str, Any]) -> None:
-            if self._life.history.loaded_again(history, loaded_as) or self._life.training.workload != loaded:
-                name = loaded.name if loaded else "nothing"
-                raise InvalidInput(f"This result is for {name}, but another workload is loaded now. Run it again.")
-            self._life.set(knobs)
-
-        return change
+        ask = Tuning(self._life.cluster).tune
+        return ask(budget, global_batch, seconds, knobs, same_mathematics, progress, self._life.applying)

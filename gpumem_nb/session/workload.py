@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
+from ..kernel.questions.exporting import Exporting
 from ..report.state_files import Snapshots, StateFile
 from ..report.written import ExportedScript
 from ..shared.answers import Progress
@@ -25,7 +26,7 @@ class HoldsWorkload:
     @property
     def splits(self) -> Splits:
         """Return what is known by now of training a micro-batch of what is loaded in parts."""
-        return self._life.predicting.known_splits
+        return self._life.cluster.predicting.known_splits
 
     def load(self, name_or_workload: str | Workload, *, seed: int | str | None = None, **options: Any) -> WorkloadInfo:
         """Load a ready-made workload by name with options, or your own :class:`Workload`; training starts afresh.
@@ -144,7 +145,7 @@ class HoldsWorkload:
             InvalidInput: not a path, or a file that cannot be written there.
             WorkloadError: nothing is loaded, or something cannot be exported; nothing was written.
         """
-        return self._life.exporting.export(path, ddp)
+        return Exporting(self._life.cluster).export(path, ddp)
 
     def resume(
         self, path: str | os.PathLike[str] | None = None, progress: Progress = lambda what, done: None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+Ours = bytes | Callable[[IO[bytes]], bool]
+"""How a file begins that may be replaced, or what tells it from other files."""
 _WHY_NOT = {
     errno.ENOSPC: "the disk is full. Free some room there, or name a file on another disk",
     errno.EDQUOT: "your disk quota is used up. Free some room there, or name a file on another disk",
@@ -51,8 +53,8 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
             os.close(folder)
 
 
-def why_kept(path: Path, begin: bytes, what: str) -> str:
-    """Say why a file stays: it exists, and does not begin as ``what`` does. Empty where it may be replaced.
+def why_kept(path: Path, ours: Ours, what: str) -> str:
+    """Say why a file stays: it exists, and is neither empty nor ``what``. Empty where it may be replaced.
 
     A slip of the finger must not cost a notebook. Raises ``OSError`` for what cannot be read, or is a folder.
     """
@@ -60,7 +62,8 @@ def why_kept(path: Path, begin: bytes, what: str) -> str:
         return ""
     check_no_folder(path)
     with open(path, "rb") as file:
-        replaceable = file.read(len(begin)) in (begin, b"")
+        known = ours(file) if callable(ours) else file.read(len(ours)) == ours
+        replaceable = known or not os.fstat(file.fileno()).st_size
     return "" if replaceable else f"{path} already exists and is not {what}. Choose another file name."
 
 

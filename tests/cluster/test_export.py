@@ -218,7 +218,7 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(
     session.export(path)
     assert path.read_text() == before
     path.write_text("print('mine')")
-    with pytest.raises(InvalidInput, match="was not written by an export"):
+    with pytest.raises(InvalidInput, match="already exists and is not a script that gpumem_nb exported"):
         session.export(path)
     with pytest.raises(InvalidInput, match="no such folder"):
         session.export(tmp_path / "nowhere" / "train.py")

@@ -153,7 +153,7 @@ def test_a_cell_that_is_interrupted_as_it_is_posted_is_kept_for_scripts(
     with pytest.raises(Interrupted):
         two_ranks.run("posted = 1")
     monkeypatch.undo()
-    assert two_ranks._life._cells.since_load()[-1].source == "posted = 1"
+    assert two_ranks._life._origin.cells.since_load()[-1].source == "posted = 1"
 
 
 @pytest.mark.full

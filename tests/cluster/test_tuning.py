@@ -254,7 +254,7 @@ def test_settings_that_change_in_between_end_it_and_later_ones_are_not_overwritt
     assert result.stopped == "It ended early, because settings were changed."
     found = session.tune(seconds=4, knobs=["checkpointing"])
     session.set(optimizer="sgd")
-    with pytest.raises(InvalidInput, match=r"before optimizer changed, so it may not fit. Tune again"):
+    with pytest.raises(InvalidInput, match=r"before optimizer changed, so it may not fit. Run it again"):
         found.apply()
     session.set(optimizer=found.present.optimizer)
     session.load("digits-resnet", **DIGITS)

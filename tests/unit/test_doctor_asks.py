@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from gpumem_nb.kernel.cluster import Cluster
 from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.questions.doctoring import Doctoring
 from gpumem_nb.planning.doctor.diagnosis import Diagnosis
@@ -87,7 +88,19 @@ class Session:
             verdicts=lambda: self.verdicts,
             stopped_for=lambda: self.failure,
         )
-        return Doctoring([info(0), info(1)], answers, answers, answers, answers, self.history)
+        cluster = SimpleNamespace(
+            ranks=SimpleNamespace(infos=[info(0), info(1)]),
+            history=self.history,
+            training=answers,
+            foreground=answers,
+            predicting=answers,
+            inspection=answers,
+            policy=None,
+            origin=None,
+            record=None,
+            snapshots=None,
+        )
+        return Doctoring(cast(Cluster, cluster))
 
 
 def test_a_healthy_session_has_nothing_and_nothing_to_note() -> None:

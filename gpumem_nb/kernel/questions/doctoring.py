@@ -20,17 +20,14 @@ from ...report.differences import typed
 from ...report.speed import WARM_UP_STEPS
 from ...shared.answers import Progress
 from ...shared.errors import InvalidInput, NotThisTime, RankError, TrainingFailed, WorkloadError
-from ...shared.messages import Leak, RankInfo, Sample
+from ...shared.messages import Leak, Sample
 from ...shared.questions import ModelFacts
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate
 from .. import compatibility
-from ..foreground import Foreground
-from ..history import History
-from ..training import Training
+from ..cluster import AsksRanks, Cluster
 from .fitting import Changed, Unchanged
-from .inspection import Inspection
-from .predicting import LONGEST_S, Predicting
+from .predicting import LONGEST_S
 
 STEPS_LOOKED_AT = 200  # the latest, for peaks and losses
 _TIMED_STEPS = FEWEST_STEPS + WARM_UP_STEPS
@@ -41,24 +38,13 @@ _WAITED_FOR = (
 _TRIED_FLIPS = 3  # of those that may fix a finding, as many are predicted
 
 
-class Doctoring:
+class Doctoring(AsksRanks):
     """Examines the session of one cluster; training goes on meanwhile and afterwards as if nothing had been."""
 
-    def __init__(
-        self,
-        ranks: Sequence[RankInfo],
-        foreground: Foreground,
-        training: Training,
-        predicting: Predicting,
-        inspection: Inspection,
-        history: History,
-    ) -> None:
-        self._ranks = ranks
-        self._foreground = foreground
-        self._training = training
-        self._predicting = predicting
-        self._inspection = inspection
-        self._history = history
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._predicting = cluster.predicting
+        self._inspection = cluster.inspection
 
     def examine(self, progress: Progress) -> Diagnosis:
         """Return what is found, with flips that were predicted.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ...export import refusals
 from ...export.clashes import own_modules
@@ -16,52 +15,30 @@ from ...export.order import ROLES, Order, Source
 from ...export.script import script
 from ...export.selecting import selected, settings_in
 from ...export.unclear import in_short
-from ...report.written import ExportedScript, commands
-from ...shared.errors import InvalidInput, WorkloadError
-from ...shared.messages import RankInfo
+from ...report.written import ExportedScript, check_over, commands, written_over
+from ...shared.errors import WorkloadError
 from ...shared.questions import Facts
 from ...shared.settings import OWN, Settings
 from ...shared.state_file import as_path
 from ...shared.units import format_bytes, format_rate
 from ...shared.version import __version__
-from ...shared.whole_file import check_no_folder, why_not, written_whole
 from ...shared.workload import WorkloadInfo
 from ...workloads import catalog
-from ..foreground import Foreground
-from ..history import History
-from ..origin import CellRecord, Origin
-from ..policy import RULES, Policy
+from ..cluster import AsksRanks
+from ..policy import RULES
 from ..running import pickled
-from ..training import Training
 
 MARK = "Written by gpumem_nb"
 """In the first lines of a script: one that has it may be replaced."""
+_SCRIPT = "a script that gpumem_nb exported"
 _STEPS = 1000
 _ASKED_AT_MOST = 10
 _BETWEEN_S = 0.05
 _MARKED_WITHIN = 4096  # characters
 
 
-class Exporting:
+class Exporting(AsksRanks):
     """Writes scripts of one cluster."""
-
-    def __init__(
-        self,
-        ranks: Sequence[RankInfo],
-        foreground: Foreground,
-        training: Training,
-        history: History,
-        origin: Origin,
-        cells: CellRecord,
-        policy: Callable[[], Policy],
-    ) -> None:
-        self._ranks = ranks
-        self._foreground = foreground
-        self._training = training
-        self._history = history
-        self._origin = origin
-        self._cells = cells
-        self._policy = policy
 
     def export(self, path: str | os.PathLike[str], ddp: bool) -> ExportedScript:
         """Write a script that trains as the session does now.
@@ -72,7 +49,7 @@ class Exporting:
         """
         target = as_path(path)
         self._foreground.check_loaded()
-        _check_target(target)
+        check_over(target, _ours, _SCRIPT)
         facts, settings = agreed(lambda: self._foreground.call("facts")[0], lambda: self._training.settings)
         workload = self._training.workload
         if workload is None:  # another thread unloads it
@@ -86,11 +63,8 @@ class Exporting:
         except WorkloadError as error:
             raise WorkloadError(f"No script was written. {error}") from None
         left_out = (*self._left_out(), *_of_statements(source), *refusals.left_out(settings, ddp), *_of_places(order))
-        try:
-            with written_whole(target) as file:
-                file.write(text.encode())
-        except OSError as error:
-            raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
+        with written_over(target, _ours, _SCRIPT) as file:
+            file.write(text.encode())
         return ExportedScript(target, text.count("\n"), len(self._ranks), ddp, left_out)
 
     def _order(
@@ -142,7 +116,7 @@ class Exporting:
 
     def _of_cells(self, settings: Settings) -> Source:
         names = {role: name for role, name in _used(self._origin.attached or {}, settings).items() if name}
-        cells = self._cells
+        cells = self._origin.cells
         found = selected(cells.before_load(), names.values(), cells.seed, cells.gone)
         if found.settings and any(cell.started for cell in cells.since_load()):
             raise WorkloadError(
@@ -184,8 +158,8 @@ class Exporting:
 
     def _left_out(self) -> list[str]:
         """Return what is the session's and not the script's."""
-        policy, steps, before = self._policy(), self._history.steps, self._cells.before_load()
-        later = self._cells.since_load()
+        policy, steps, before = self._policy(), self._history.steps, self._origin.cells.before_load()
+        later = self._origin.cells.since_load()
         since = sum(bool(cell.source or cell.opaque) for cell in later)
         pushed = dict.fromkeys(name for cell in later for name in cell.pushed)
         told = [
@@ -265,23 +239,5 @@ def _used(roles: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     return {role: roles[role] for role in ROLES if role in roles and role not in unused}
 
 
-def _check_target(path: Path) -> None:
-    """Refuse to replace anything but a script of ours.
-
-    Raises:
-        InvalidInput: something else has that name, or there is no such folder.
-    """
-    try:
-        check_no_folder(path)
-        if not path.parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        if not path.exists():
-            return
-        with open(path, "rb") as file:
-            ours = MARK.encode() in file.read(_MARKED_WITHIN)
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be written: {why_not(error)}.") from None
-    if not ours:
-        raise InvalidInput(
-            f"{path} is there already and was not written by an export, so it is not replaced. Name another file."
-        )
+def _ours(file: IO[bytes]) -> bool:
+    return MARK.encode() in file.read(_MARKED_WITHIN)

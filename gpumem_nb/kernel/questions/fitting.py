@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
@@ -15,9 +15,11 @@ from ...shared.categories import TEMPORARIES
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ...shared.knobs import KNOBS, Need
 from ...shared.settings import Settings, mildest_first
+from ..cluster import AsksRanks, Cluster
 from ..history import History
-from ..training import Training
 from .predicting import Predicting
+
+Knobs = dict[str, Any]
 
 _SAMPLES = 4  # of the first step: one in what a device does not compute in takes very long
 _TIMES, _LEAST_S = 4, 1.0  # as long as in another precision, and so long at least
@@ -99,33 +101,27 @@ _LONGEST_S = 0.5  # of steps that are timed with smaller micro-batches, because 
 _LEAST = 8  # samples of a micro-batch, of which throughput says something about larger ones
 
 
-class Fitting:
+class Fitting(AsksRanks):
     """Asks for one cell after the other; training that goes on does so in between."""
 
-    def __init__(self, predicting: Predicting, training: Training, history: History) -> None:
-        self._predicting = predicting
-        self._training = training
-        self._history = history
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._predicting = cluster.predicting
 
-    def what_fits(
-        self, progress: Progress, apply: Callable[[dict[str, Any]], object], latest: Callable[[], Training]
-    ) -> WhatFits:
-        """Return all cells; those that cannot be used with what is loaded are left out.
+    def what_fits(self, progress: Progress, applying: Callable[[Settings], Callable[[Knobs], object]]) -> WhatFits:
+        """Return all cells, as :meth:`Session.what_fits`; those that cannot be used with what is loaded are left out.
 
         An interrupt ends it with those found, and so does the end of the ranks.
 
         Args:
-            apply: changes knobs of what is loaded now.
-            latest: the training at any later time, perhaps of ranks that were started again.
+            applying: returns what changes knobs later, if what is loaded now and these settings are still there.
 
         Raises:
-            InvalidInput: the data bring micro-batches of their own.
-            WorkloadError: nothing is loaded, or no small step was possible under any of them; ``NotThisTime`` if
-                something was loaded meanwhile or a cell ran.
+            WorkloadError: no small step was possible; ``NotThisTime`` if something was loaded meanwhile or a cell ran.
         """
         _, most = self._predicting.of_any_batch({})
         now, workload, unchanged = self._training.settings, self._training.workload, Unchanged(self._history)
-        slow = SlowPrecisions(self._predicting, now, batched=False)
+        apply, slow = applying(now), SlowPrecisions(self._predicting, now, batched=False)
         cells: list[Cell] = []
         failed: dict[tuple[str, str], str] = {}
         places = [
@@ -139,7 +135,7 @@ class Fitting:
 
             def tell(place: tuple[str, str] = place, done: float = number / len(places)) -> None:
                 unchanged.check()
-                if changed := _changed_since(now, self._training):
+                if changed := moved(now, self._training.settings, (ROWS, COLUMNS, "batch_size")):
                     raise Changed(f"{changed} changed.")
                 progress(f"{place[0]}, checkpointing {place[1]}", done)
 
@@ -162,14 +158,8 @@ class Fitting:
         known = [reading.limit_bytes for reading in self._history.readings if reading and reading.limit_bytes]
         limit = next((cell.predicted.limit_bytes for cell in cells if cell.predicted), min(known, default=None))
 
-        def apply_unchanged(changes: dict[str, Any]) -> object:
-            training = latest()
-            if training.workload == workload and (changed := _changed_since(now, training)):
-                raise InvalidInput(f"What fits was found before {changed} changed: run %hvd_what_fits again.")
-            return apply(changes)
-
         helps = None if any(cell.largest for cell in cells) else self._lighter(now)
-        return WhatFits(tuple(cells), now, limit, failed, apply_unchanged, helps)
+        return WhatFits(tuple(cells), now, limit, failed, apply, helps)
 
     def _lighter(self, now: Settings) -> Prediction | None:
         """Return what fits where nothing does under any precision and checkpointing: another way of the same update."""
@@ -209,7 +199,7 @@ class Fitting:
         return Cell(*place, found.size, found.size == most, found.predicted, rate, measured_at, settings)
 
 
-def _changed_since(now: Settings, training: Training) -> str:
-    """Return changed knobs that affect memory besides those of a cell of the table; empty without any."""
-    changed = training.settings.changed_from(now).keys() - {ROWS, COLUMNS, "batch_size"}
+def moved(before: Settings, now: Settings, but: Collection[str]) -> str:
+    """Return the knobs that affect memory and have changed, others than these; empty without any."""
+    changed = now.changed_from(before).keys() - set(but)
     return ", ".join(name for name in KNOBS if name in changed and KNOBS[name].moves)

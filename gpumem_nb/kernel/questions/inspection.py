@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from ...report.bottleneck import Bottleneck, Circumstances
@@ -13,22 +12,14 @@ from ...report.memory import MemoryReport, RankMemory, check_view
 from ...report.step_time import TimeReport, aligned
 from ...report.sync import SyncReport
 from ...shared.errors import InvalidInput, WorkloadError
-from ...shared.messages import Ledger, RankInfo, Timeline
+from ...shared.messages import Ledger, Timeline
 from ...shared.ranklist import name_ranks
 from ...shared.state_file import as_path
-from ..foreground import Foreground
-from ..history import History
-from ..training import Training
+from ..cluster import AsksRanks
 
 
-class Inspection:
+class Inspection(AsksRanks):
     """Asks the ranks of one cluster where their bytes are."""
-
-    def __init__(self, ranks: Sequence[RankInfo], foreground: Foreground, training: Training, history: History) -> None:
-        self._ranks = ranks
-        self._foreground = foreground
-        self._training = training
-        self._history = history
 
     def report(self, by: str | None, timeline: bool) -> MemoryReport:
         """Return what every rank reads, and what the latest known peak is made of; ``timeline`` records a step for it.

@@ -20,13 +20,10 @@ from ...shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, vari
 from ...shared.errors import InvalidInput, NotThisTime, WorkloadError
 from ...shared.forecast import MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
 from ...shared.knobs.step import shortened
-from ...shared.messages import RankInfo
 from ...shared.settings import Settings
 from ...shared.workload import Splits
 from .. import compatibility
-from ..foreground import Foreground
-from ..history import History
-from ..training import Training
+from ..cluster import AsksRanks, Cluster
 
 FEWEST = [2, 4]  # samples of two steps, where larger ones run out of memory; some models mix pairs
 _PASSING = ("interrupted", "stall", "diverged")  # failures after which another try may go well
@@ -36,19 +33,11 @@ CONFIRMED_S = 5.0  # whole steps of the largest batch, which the user is going t
 LONGEST_GUESSED_S = 10.0  # nor those that would take longer to judge by small ones, which take their time to begin
 
 
-class Predicting:
-    """Predicts the memory of settings for what is loaded; training goes on afterwards as if nothing had been.
+class Predicting(AsksRanks):
+    """Predicts the memory of settings for what is loaded; training goes on afterwards as if nothing had been."""
 
-    Args:
-        ranks: of the cluster.
-        history: keeps what was predicted, and knows what came.
-    """
-
-    def __init__(self, foreground: Foreground, training: Training, ranks: Sequence[RankInfo], history: History) -> None:
-        self._foreground = foreground
-        self._training = training
-        self._ranks = ranks
-        self._history = history
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
         self._sample_s: dict[tuple[int, Settings], float] = {}  # by model version, of a sample in small whole steps
         self._mean: dict[int, bool | None] = {}  # by model version, what the ranks found of training in parts
 

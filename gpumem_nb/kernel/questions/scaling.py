@@ -13,21 +13,15 @@ from ...shared.messages import RankInfo
 from ...shared.questions import SWEEP_BYTES, StepsAmong, Sweep
 from ...shared.settings import Settings
 from ...shared.step_times import StepTimes
-from ..foreground import Foreground
-from ..training import Training
+from ..cluster import AsksRanks
 
 LEAST_STEPS, MOST_STEPS = 4, 1000
 LONGEST_MESSAGE_S = 2.0  # as far as smaller ones tell; larger ones are left out
 _ROUNDS = 4  # in which numbers of ranks take turns, so that what changes on the machine meets all of them
 
 
-class Scaling:
+class Scaling(AsksRanks):
     """Measures the ranks of one cluster."""
-
-    def __init__(self, ranks: Sequence[RankInfo], foreground: Foreground, training: Training) -> None:
-        self._ranks = ranks
-        self._foreground = foreground
-        self._training = training
 
     def measure(self, ranks: Sequence[int] | None, steps: int, progress: Progress) -> ScalingReport:
         """Steps on these numbers of ranks.

@@ -12,31 +12,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...report.step_time import behind
-from ...report.written import TraceFile, steps_in_words
+from ...report.written import TraceFile, check_over, steps_in_words, written_over
 from ...shared.answers import Progress
 from ...shared.errors import GpumemError, InvalidInput, WorkloadError
 from ...shared.messages import RankInfo
 from ...shared.questions import BETWEEN, HEAD, TAIL, TIMELINE, TraceOrder, TracePart
 from ...shared.state_file import as_path
 from ...shared.step_times import StepLanes
-from ...shared.whole_file import check_no_folder, why_not, written_whole
-from ..foreground import Foreground
-from ..history import History
-from ..training import Training
+from ..cluster import AsksRanks
 
 MOST_STEPS = 100  # a viewer opens no more of them
 _RECORDED, _WRITTEN = 0.4, 0.6  # shares of the time that it takes, about
+_TRACE = "a trace of gpumem_nb"
 _GZIP = 31  # how zlib is told that a gzip file comes
 
 
-class Tracing:
+class Tracing(AsksRanks):
     """Writes traces of one cluster."""
-
-    def __init__(self, ranks: Sequence[RankInfo], foreground: Foreground, training: Training, history: History) -> None:
-        self._ranks = ranks
-        self._foreground = foreground
-        self._training = training
-        self._history = history
 
     def trace(self, path: str | os.PathLike[str], steps: int, progress: Progress) -> TraceFile:
         """Train some steps and write what all ranks did in them.
@@ -55,19 +47,16 @@ class Tracing:
             )
         target = as_path(path)
         self._foreground.check_loaded()
-        try:
-            _check_target(target)
-            self._foreground.call("check_trace")
-            with written_whole(target) as whole, _maybe_packed(whole, target) as file:
-                try:
-                    lanes = self._recorded(steps, progress)
-                    events = self._gathered(file, lanes, progress)
-                finally:  # also after an interrupt; ranks that are gone have nothing left
-                    with suppress(GpumemError):
-                        self._foreground.ask("drop_trace")
-            size_bytes = target.stat().st_size
-        except OSError as error:
-            raise InvalidInput(f"{target} cannot be written: {why_not(error)}.") from None
+        check_over(target, _ours, _TRACE)
+        self._foreground.call("check_trace")
+        with written_over(target, _ours, _TRACE) as whole, _maybe_packed(whole, target) as file:
+            try:
+                lanes = self._recorded(steps, progress)
+                events = self._gathered(file, lanes, progress)
+            finally:  # also after an interrupt; ranks that are gone have nothing left
+                with suppress(GpumemError):
+                    self._foreground.ask("drop_trace")
+        size_bytes = target.stat().st_size
         done = tuple(lane.step for lane in lanes[0])
         return TraceFile(target, done, steps, len(lanes), events, size_bytes)
 
@@ -140,22 +129,12 @@ def _order(ranks: Sequence[RankInfo], lanes: Sequence[Sequence[StepLanes]]) -> T
     return TraceOrder(titles, later_s, origin_s)
 
 
-def _check_target(path: Path) -> None:
-    """Refuse to replace anything but a trace; raises ``OSError`` for what cannot be read or is a folder.
-
-    Raises:
-        InvalidInput: something else has that name.
-    """
-    if not path.exists():
-        return
-    check_no_folder(path)
-    with open(path, "rb") as file:
-        begin = file.read(len(HEAD))
-        with suppress(OSError, EOFError, zlib.error):
-            file.seek(0)
-            begin = gzip.GzipFile(fileobj=file).read(len(HEAD))
-    if begin != HEAD:
-        raise InvalidInput(f"{path} already exists and is not a trace of gpumem_nb. Choose another file name.")
+def _ours(file: IO[bytes]) -> bool:
+    begin = file.read(len(HEAD))
+    with suppress(OSError, EOFError, zlib.error):
+        file.seek(0)
+        begin = gzip.GzipFile(fileobj=file).read(len(HEAD))
+    return begin == HEAD
 
 
 @contextmanager

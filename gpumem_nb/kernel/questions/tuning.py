@@ -19,29 +19,25 @@ from ...report.differences import typed
 from ...shared.answers import Progress
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ...shared.forecast import SMALL
-from ...shared.knobs import KNOBS
 from ...shared.knobs.step import shortened
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate, parse_size
 from .. import compatibility
-from ..foreground import Foreground
+from ..cluster import AsksRanks, Cluster
 from ..history import History
-from ..training import Training
-from .fitting import Changed, SlowPrecisions, Unchanged
+from .fitting import Changed, Knobs, SlowPrecisions, Unchanged
 from .predicting import Predicting
 
 _LEAST_BUDGET = 2**20  # bytes: a number without a unit may be meant as MiB
 LEAST_S, MOST_S = 1.0, 86400.0
 
 
-class Tuning:
+class Tuning(AsksRanks):
     """Tunes what the ranks of one cluster train; training that goes on does so between the trials."""
 
-    def __init__(self, foreground: Foreground, training: Training, predicting: Predicting, history: History) -> None:
-        self._foreground = foreground
-        self._training = training
-        self._predicting = predicting
-        self._history = history
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._predicting = cluster.predicting
 
     def tune(
         self,
@@ -51,18 +47,13 @@ class Tuning:
         knobs: Iterable[str] | None,
         same_mathematics: bool,
         progress: Progress,
-        apply: Callable[[dict[str, Any]], object],
-        latest: Callable[[], Training],
+        applying: Callable[[Settings], Callable[[Knobs], object]],
     ) -> TuneResult:
-        """Return the fastest settings that fit.
-
-        Args:
-            apply: changes knobs of what is loaded now.
-            latest: the training at any later time, perhaps of ranks that were started again.
+        """Return the fastest settings that fit, as :meth:`Session.tune`; ``applying`` as in :class:`Fitting`.
 
         Raises:
             InvalidInput: what was asked for cannot be used.
-            WorkloadError: nothing is loaded, or no settings could be looked at.
+            WorkloadError: no settings could be looked at.
         """
         budget_bytes = None if budget is None else parse_size(budget)
         if budget_bytes is not None and budget_bytes < _LEAST_BUDGET:
@@ -75,6 +66,7 @@ class Tuning:
         self._foreground.check_loaded()
         training, ranks = self._training, self._history.size
         workload, present = training.workload, training.settings
+        apply = applying(present)
         assert workload is not None
 
         def ask(changes: Mapping[str, Any]) -> Settings:
@@ -84,12 +76,6 @@ class Tuning:
 
         splits = self._predicting.splits()
         choice = space(present, workload, ranks, ask, knobs, global_batch, same_mathematics, splits)
-
-        def apply_unchanged(changes: dict[str, Any]) -> object:
-            others = latest().settings.changed_from(present).keys() - changes.keys()
-            if moving := ", ".join(name for name in KNOBS if name in others and KNOBS[name].moves):
-                raise InvalidInput(f"This was found out before {moving} changed, so it may not fit. Tune again.")
-            return apply(changes)
 
         slow = SlowPrecisions(self._predicting, present, workload.data.batched, budget_bytes)
         unchanged = Unchanged(self._history, lambda: training.settings)
@@ -120,7 +106,7 @@ class Tuning:
             stopped=stopped,
             refused=dict(record.refused),
             splits=splits,
-            _set=apply_unchanged,
+            _set=apply,
         )
         if best := result.best:
             foretold = _foretold(best, present, ranks)
