@@ -152,17 +152,25 @@ class AttachedNames:
 
     def replaced(self, variables: Mapping[str, Any]) -> str:
         """Say once that variables hold other objects than those attached; empty when there is nothing new to say."""
+        other = self._others(variables)
+        news = {role for role, value in other.items() if self._said.get(role) != id(value)}
+        self._said = {role: id(value) for role, value in other.items()}
+        return self.others(variables) if news else ""
+
+    def others(self, variables: Mapping[str, Any]) -> str:
+        """Say which variables hold other objects than those attached; empty if none does."""
+        other = self._others(variables)
+        return other_objects([self._held[role][0] for role in other]) if other else ""
+
+    def _others(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what variables hold in place of what was attached by them, by its role."""
         other = dict[str, Any]()
         for role, (name, held) in self._held.items():
             value = variables.get(name)
             passes = role not in _PASSES_FOR or _PASSES_FOR[role](value)
             if value is not None and value is not held and passes:
                 other[role] = value
-        news = {role for role, value in other.items() if self._said.get(role) != id(value)}
-        self._said = {role: id(value) for role, value in other.items()}
-        if not news:
-            return ""
-        return other_objects([self._held[role][0] for role in other])
+        return other
 
 
 attached_names = AttachedNames()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,6 +25,7 @@ from ..memory.tensors import tensors_in
 from ..shared.errors import WorkloadError
 from ..shared.messages import Chunk
 from ..shared.questions import MOST_SAMPLES, InputFacts, ModelFacts, SeenSamples, SyncLook, TensorTotal
+from .cells import attached_names
 from .copies import checksum
 from .data.stream import ShardedStream
 from .link.communicator import here
@@ -59,7 +61,16 @@ def model_facts(trainer: Trainer, inputs: bool) -> ModelFacts:
     groups = live.optimizer.param_groups
     weights = sum(len(group["params"]) for group in groups)
     model = live.model
-    return ModelFacts(_held(frozen), _held(wide), tuple(found), _eager(model), _vocabulary(model), len(groups), weights)
+    return ModelFacts(
+        _held(frozen),
+        _held(wide),
+        tuple(found),
+        _eager(model),
+        _vocabulary(model),
+        len(groups),
+        weights,
+        attached_names.others(vars(sys.modules["__main__"])),
+    )
 
 
 def _eager(model: nn.Module) -> tuple[int, int] | None:

@@ -147,6 +147,7 @@ class ModelFacts:
         vocabulary: how many logits a token has; 0 where the model makes none.
         groups: of the optimizer.
         weights: how many tensors these have.
+        replaced: a sentence on variables that hold other objects than those attached by them; empty if none does.
     """
 
     state_of_frozen: TensorTotal = TensorTotal()
@@ -156,6 +157,7 @@ class ModelFacts:
     vocabulary: int = 0
     groups: int = 1
     weights: int = 0
+    replaced: str = ""
 
     @property
     def tokens(self) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from torch import nn
 from torch.optim import SGD
 
 from gpumem_nb.engine import looks
+from gpumem_nb.engine.cells import attached_names
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.planning.doctor.evidence import OnRank
+from gpumem_nb.planning.doctor.finding import WRONG
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, TIGHT
 from gpumem_nb.report.bottleneck import Bottleneck
@@ -137,3 +140,25 @@ def test_a_rank_says_how_many_groups_its_optimizer_has(gpu: VirtualGPU) -> None:
     assert trained.run(Chunk(settings, 1, 1)).failure is None
     facts = looks.model_facts(trained, True)
     assert (facts.groups, facts.weights, facts.eager, facts.vocabulary, facts.tokens) == (6, 6, None, 0, None)
+    assert facts.replaced == ""
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_says_that_its_model_was_made_again_and_not_attached(
+    gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, cells = trainer(gpu, lambda params: SGD(params, lr=0.1)), sys.modules["__main__"]
+    attached_names.attached({"model": "net"}, {"net": trained.live.model})
+    monkeypatch.setattr(cells, "net", nn.Linear(1, 1), raising=False)
+    assert "net is another object than the one attached" in looks.model_facts(trained, False).replaced
+    monkeypatch.setattr(cells, "net", trained.live.model)
+    assert looks.model_facts(trained, False).replaced == ""
+    attached_names.attached({}, {})
+
+
+def test_training_that_goes_on_with_objects_of_an_earlier_cell_is_named_until_they_are_attached_again() -> None:
+    said = "net and loss are other objects than those attached; attach again to train with these: …"
+    [found] = findings(evidence(ranks=(rank(0), rank(1, facts=ModelFacts(replaced=said)))))
+    assert (found.cause, found.level, found.evidence) == ("other objects than attached", WRONG, {"on ranks": "1"})
+    assert found.sentence.startswith("net and loss are other objects than those attached: training still uses the old.")
+    assert "attach" in found.do

@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     limits.ranks_differ,
     limits.barely_fits,
     mathematics.scale_collapses,
+    mathematics.other_objects,
     mathematics.rate_unscaled,
     memory.held_by_cells,
     memory.leak,

@@ -40,6 +40,21 @@ def scale_collapses(evidence: Evidence) -> Finding | None:
     )
 
 
+def other_objects(evidence: Evidence) -> Finding | None:
+    """The cell that defined what is trained was run again, and what it made was not attached."""
+    said = {rank.info.rank: rank.facts.replaced for rank in evidence.ranks if rank.facts and rank.facts.replaced}
+    if not said:
+        return None
+    return Finding(
+        "other objects than attached",
+        WRONG,
+        2,
+        f"{next(iter(said.values())).partition(';')[0]}: training still uses the old.",
+        {"on ranks": ", ".join(map(str, said))},
+        do="Run the cell that attaches again, or gm.attach(...), to train with the new; or set the variables back.",
+    )
+
+
 def rate_unscaled(evidence: Evidence) -> Finding | None:
     """The global batch was made much larger or smaller, and the learning rate stayed."""
     settings, before = evidence.settings, _batch_of_the_rate(evidence)
