@@ -16,7 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.ledger.recorder import Recorder
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
-from gpumem_nb.shared.categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
+from gpumem_nb.shared.categories import (
+    ACTIVATIONS,
+    CASTS,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+)
 from tests.models import MODELS, SETTINGS, Training, ledger_of, profiled, recorded
 
 WIDTH = 512
@@ -229,6 +238,22 @@ def test_results_written_into_tensors_of_before_are_not_new_ones() -> None:
         resized.zero_().resize_(1000)
     made = log.end().bytes.tolist()
     assert sorted(made) == [-40_000, -40_000, 3960, 40_000, 40_000]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_gradient_of_logits_is_the_losss_and_casts_are_their_modules(gpu: VirtualGPU, precision: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 20_000))
+    batch = {"x": torch.randn(256, 8), "y": torch.randint(20_000, (256,))}
+    training = Training(model, batch, lambda net, of: nn.functional.cross_entropy(net(of["x"]).float(), of["y"]))
+    training.step(precision)
+    ledger = ledger_of(gpu, training, precision)
+    owned = {(module, category): size for module, category, size in ledger.modules}
+    logits = 256 * 20_000 * 4
+    assert owned["", TEMPORARIES] >= 2 * logits
+    assert owned["", ACTIVATIONS] >= logits
+    assert (("2", CASTS) in owned) == (precision == "bf16")
+    for category, size in ledger.at_peak.items():
+        assert sum(of for (_, name), of in owned.items() if name == category) <= size
 
 
 def test_what_the_allocator_counts_beyond_is_in_no_category(gpu: VirtualGPU) -> None:

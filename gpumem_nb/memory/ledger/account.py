@@ -272,11 +272,23 @@ class Account:
         for number, claim in self._claims.items():
             if held.get(number, 0) > 0:
                 found[claim.module, claim.category] += held[number]
+        for index, module in self._made_in():
+            if size := held.get(int(self._numbers[index]), 0):
+                found[module, CATEGORIES[self._categories[index]]] += size
         rows = sorted(((*key, size) for key, size in found.items()), key=lambda row: -row[2])
         rest = defaultdict[str, int](int)
         for _, category, size in rows[MOST_MODULES:]:
             rest[category] += size
         return (*rows[:MOST_MODULES], *((REST, category, size) for category, size in rest.items()))
+
+    def _made_in(self) -> Iterator[tuple[int, str]]:
+        """Yield which short-lived allocations forward and backward made, and in which module: these have no owner."""
+        events, marks = self._events, self._observed.marks
+        at = np.searchsorted([mark.time_ns for mark in marks], events.time_ns, side="right") - 1
+        short = np.isin(self._categories, [CODE[TEMPORARIES], CODE[INSIDE_OPERATORS]])[self._which]
+        computes = np.array([mark.phase in ("forward", "backward", "recomputation") for mark in marks])[at]
+        for place in np.flatnonzero(short & computes & (events.bytes > 0)):
+            yield int(self._which[place]), marks[at[place]].module
 
     def _by_category(self, values: _Array) -> dict[str, int]:
         return {category: int(value) for category, value in zip(CATEGORIES, values, strict=True) if value}
