@@ -54,7 +54,7 @@ def start(
         Interrupted: stop was pressed; nothing is left running.
     """
     from . import session
-    from .ui.progress import progress_bar
+    from .ui.cells import progress_bar
 
     with progress_bar("Starting ranks") as progress:
         return session.start(

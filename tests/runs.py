@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.record import Record
 from gpumem_nb.report.runs import Runs
-from gpumem_nb.report.runs.sorting import SCROLLED
+from gpumem_nb.report.runs.columns import SCROLLED
 from gpumem_nb.shared.messages import Ledger
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import BACKWARD, FORWARD, REDUCTION, StepTimes

@@ -14,9 +14,9 @@ from typing import TypeVar
 from ..planning.prediction import Prediction
 from ..planning.score import Asked
 from ..report.configurations import Effect, Tried
-from ..report.evaluation import Evaluation
 from ..report.leak_sentences import in_words
 from ..report.rescue import Rescue
+from ..report.run_summary import Evaluation
 from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
 from ..shared.ranklist import name_ranks
 from ..shared.settings import Settings

@@ -13,7 +13,7 @@ from ..cluster.interrupts import finish_anyway
 from ..cluster.ranks import Posted
 from ..report.differences import typed
 from ..report.runs import Row
-from ..report.runs.stored import readable
+from ..report.runs.files import readable
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError, WorkloadError
 from ..shared.messages import SnapshotOrder

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..report.configurations import Tried
-from ..report.evaluation import Evaluation
+from ..report.run_summary import Evaluation
 from ..shared.errors import InvalidInput
 from ..shared.messages import Sample
 from .history import Event

@@ -11,7 +11,7 @@ from itertools import groupby
 from queue import Empty, SimpleQueue
 
 from ..report.configurations import Tried
-from ..report.evaluation import Evaluation
+from ..report.run_summary import Evaluation
 from ..shared.errors import InvalidInput, nearest
 from ..shared.messages import Sample
 from ..shared.state_file import as_path

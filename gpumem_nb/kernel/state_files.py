@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from ..cluster import resources
-from ..report.runs.stored import ImportedRuns, packed, unpacked
-from ..report.state_files import SnapshotRow, Snapshots, StateFile
+from ..report.runs.files import ImportedRuns, packed, unpacked
+from ..report.written import SnapshotRow, Snapshots, StateFile
 from ..shared import snapshot_folder, state_file
 from ..shared.answers import Progress
 from ..shared.errors import StateFileError

@@ -13,7 +13,7 @@ from ..kernel.logs import TARGETS
 from ..report.memory import VIEWS
 from ..session import current, latest
 from ..shared.allocator_settings import NAMES
-from ..ui.progress import progress_bar
+from ..ui.cells import progress_bar
 from .parsing import says_usage, unquoted
 
 
@@ -107,7 +107,7 @@ class LookingMagics(Magics):
         args = parse_argstring(self.hvd_time, line)
         report = current().time(timeline=args.timeline)
         if report.lanes:
-            from ..ui.time_figure import show_lanes  # plotly takes long to import
+            from ..ui.figures import show_lanes  # plotly takes long to import
 
             show_lanes(report.lanes)
         return report

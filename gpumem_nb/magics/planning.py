@@ -19,7 +19,7 @@ from ..session import current
 from ..shared.answers import Progress
 from ..shared.errors import GpumemError, InvalidInput
 from ..shared.workload import Workload
-from ..ui.progress import progress_bar
+from ..ui.cells import progress_bar
 from .parsing import intermixed, pair, pairs, says_usage, shell_of, unquoted
 
 Found = TypeVar("Found")
@@ -175,7 +175,7 @@ class PlanningMagics(Magics):
     def _show(self, result: TuneResult, at_once: bool) -> None:
         """Show the chart, and train with the best settings or say how."""
         if result.measured:
-            from ..ui.tune_figure import show_tuned  # plotly takes long to import
+            from ..ui.figures import show_tuned  # plotly takes long to import
 
             show_tuned(result)
         if result.typed:

@@ -12,7 +12,7 @@ from ..install.environment import check
 from ..kernel.starting import DEVICES, LAUNCHERS
 from ..session import Session, current, start
 from ..shared.errors import InvalidInput, nearest
-from ..ui.progress import progress_bar
+from ..ui.cells import progress_bar
 from .parsing import intermixed, pair, pairs, says_usage
 
 

@@ -16,7 +16,7 @@ from ..report.runs.record import FIGURES
 from ..session import current, latest
 from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
-from ..ui.progress import progress_bar
+from ..ui.cells import progress_bar
 from .parsing import pair, pairs, says_usage, unquoted
 
 

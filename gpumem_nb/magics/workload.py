@@ -11,7 +11,7 @@ from ..completion import ROLES
 from ..session import Session, current, resume, snapshots
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
-from ..ui.progress import progress_bar
+from ..ui.cells import progress_bar
 from .parsing import pair, pairs, says_usage, shell_of, unquoted
 
 

@@ -16,12 +16,13 @@ from .breakdown import (
     WITHOUT_MODULE,
     by_module,
     category_table,
+    device_table,
     module_table,
     not_explained,
     ranks_by_category,
+    reasons,
     timeline_table,
 )
-from .device_table import device_table, reasons
 from .freed import held_by_cells
 from .tables import Report, Table
 

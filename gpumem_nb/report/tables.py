@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from importlib.resources import files
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -153,24 +154,7 @@ def _by_itself(part: Table | str) -> int:
 
 
 BEGIN = b"<!DOCTYPE html>\n<!-- written by gpumem_nb -->\n"
-# The names are JupyterLab's, so that what is made for notebooks looks alike here.
-_CSS = """
-:root { color-scheme: light dark; --jp-ui-font-color1: #212121; --jp-ui-font-color2: #616161; --jp-layout-color0: #fff;
-  --jp-layout-color1: #fff; --jp-layout-color2: #eee; --jp-border-color1: #bdbdbd; --jp-border-color2: #e0e0e0;
-  --jp-success-color0: #1b5e20; }
-@media (prefers-color-scheme: dark) {
-  :root { --jp-ui-font-color1: #eee; --jp-ui-font-color2: #bdbdbd; --jp-layout-color0: #111; --jp-layout-color1: #111;
-    --jp-layout-color2: #2b2b2b; --jp-border-color1: #616161; --jp-border-color2: #424242;
-    --jp-success-color0: #81c784; }
-}
-body { margin: 0 auto; max-width: 100em; padding: 1em 1.5em 3em; background: var(--jp-layout-color1);
-  color: var(--jp-ui-font-color1); font: 15px/1.45 system-ui, sans-serif; }
-h1 { font-size: 1.6em; margin: 0.4em 0 0; }
-h2 { font-size: 1.2em; margin: 1.6em 0 0.4em; }
-section { overflow-x: auto; }
-table { font-size: 0.87em; }
-p { max-width: 60em; }
-"""
+_CSS = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
 
 
 def page(title: str, sections: Sequence[str], css: str = "") -> str:

@@ -1,22 +1,25 @@
-"""Files that were written for other people and programs, in words: exports, scripts, traces."""
+"""Files that were written: exports, scripts, traces and training states, in words."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
 from ..shared.errors import InvalidInput
 from ..shared.units import format_bytes
 from ..shared.whole_file import Ours, check_no_folder, why_kept, why_not, written_whole
+from .tables import Report, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +168,82 @@ class TraceFile:
 def steps_in_words(steps: Sequence[int]) -> str:
     """Of steps in a row which they are."""
     return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+
+
+_UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"))
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """A training state that was saved or resumed; ``bytes`` is the file's size, ``seconds`` what it took."""
+
+    done: str
+    path: Path
+    bytes: int
+    steps: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.done} {self.path}: step {self.steps}, {format_bytes(self.bytes)}, {self.seconds:.1f} s"
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRow:
+    """One automatic snapshot.
+
+    Attributes:
+        path: its file.
+        workload, steps, ranks: what was trained, for how long, and on how many ranks.
+        created: seconds since the epoch.
+        own: whether it is of this notebook.
+        notebook: where its session was; empty if that is not known.
+        over: whether that session is known to be over.
+    """
+
+    path: Path
+    workload: str
+    steps: int
+    ranks: int
+    created: float
+    own: bool
+    notebook: str
+    over: bool
+
+    @property
+    def age(self) -> str:
+        """Return how long ago it was taken, in words."""
+        seconds = max(0.0, time.time() - self.created)
+        for size, unit in _UNITS:
+            if count := int(seconds // size):
+                return f"{count} {unit}{'s' * (count != 1)}"
+        return "just now"
+
+    @property
+    def of(self) -> str:
+        """Return in words which session it belongs to."""
+        if self.own:
+            return "this notebook"
+        return (self.notebook or "another session") + ("" if self.over else " (may still run on another machine)")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Snapshots(Report):
+    """The automatic snapshots that can be resumed from, those of this notebook first."""
+
+    rows: tuple[SnapshotRow, ...]
+
+    @property
+    def shown(self) -> list[Table | str]:
+        """The table, and what to type."""
+        if not self.rows:
+            return ["There is no automatic snapshot."]
+        headings, words = ("model", "step", "ranks", "age", "of", "path"), frozenset({"model", "of", "path"})
+        rows = [(row.workload, f"{row.steps:,}", f"{row.ranks}", row.age, row.of, str(row.path)) for row in self.rows]
+        return [Table("", headings, tuple(rows), words), "Go on from one of them: %hvd_resume PATH"]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """One for each snapshot."""
+        return [dataclasses.asdict(row) for row in self.rows]

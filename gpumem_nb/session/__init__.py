@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..kernel import starting, state_files
 from ..kernel.history import History
 from ..kernel.lifecycle import Lifecycle
-from ..report.state_files import Snapshots, StateFile
-from ..report.written import Written
+from ..report.written import Snapshots, StateFile, Written
 from ..shared import snapshot_folder
 from ..shared.answers import Progress
 from ..shared.errors import InvalidInput, NoSession

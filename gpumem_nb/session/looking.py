@@ -14,8 +14,7 @@ from ..kernel.questions.tracing import Tracing
 from ..report.bottleneck import Bottleneck
 from ..report.freed import FreeReport
 from ..report.memory import MemoryReport
-from ..report.network import NetworkReport
-from ..report.scaling import ScalingReport
+from ..report.scaling import NetworkReport, ScalingReport
 from ..report.status import Status
 from ..report.step_time import TimeReport
 from ..report.sync import SyncReport

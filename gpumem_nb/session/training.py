@@ -7,11 +7,10 @@ from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
 from ..kernel.policy import Policy
-from ..report.evaluation import Evaluation
-from ..report.run_summary import Run
+from ..report.run_summary import Evaluation, Run
 from ..report.runs import Runs
 from ..report.runs.comparing import Comparison
-from ..report.runs.stored import ImportedRuns
+from ..report.runs.files import ImportedRuns
 from ..shared.answers import Progress
 from ..shared.errors import WorkloadError
 from ..shared.settings import Settings
@@ -140,6 +139,6 @@ class TrainsWorkload:
 
 
 def _draw(comparison: Comparison) -> None:
-    from ..ui.runs_figure import show_comparison  # plotly takes long to import
+    from ..ui.figures import show_comparison  # plotly takes long to import
 
     show_comparison(comparison)

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
 from ..kernel.questions.exporting import Exporting
-from ..report.state_files import Snapshots, StateFile
-from ..report.written import ExportedScript
+from ..report.written import ExportedScript, Snapshots, StateFile
 from ..shared.answers import Progress
 from ..shared.workload import Splits, Workload, WorkloadInfo
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from ..shared.answers import Progress
-from .controls import NOTHING_LOADED, box
+from .controls import NOTHING_LOADED
 from .doctor_view import DoctorView
-from .search_view import Ask, SearchView
-from .steered import Steered
+from .search_view import SearchView
 from .tune_view import TuneView
+from .widgets import Ask, box
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 _REPORT = "report.html"
 
@@ -26,7 +29,7 @@ class ExportView(SearchView):
         ask: the same of what is done at once.
     """
 
-    def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
+    def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
         self._path = ipywidgets.Text(
             value="train.py", description="file", tooltip="where to write it, from the notebook's folder"
         )
@@ -69,7 +72,7 @@ class Answers:
             is refused, the panel says so.
     """
 
-    def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
+    def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
         self._session = session
         views: dict[tuple[str, str, str], SearchView] = {
             ("Doctor", "stethoscope", "what is wrong, and how to fix it"): DoctorView(session, search, ask),

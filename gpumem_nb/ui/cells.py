@@ -1,13 +1,20 @@
-"""The output of a ``%%hvd`` cell: by rank, while it runs, identical output of several ranks in one block."""
+"""Output of the cell that runs, updated in place: of a ``%%hvd`` cell by rank, and the progress of long calls.
+
+A notebook gets tqdm's text and not its widget: of a widget a saved notebook keeps only how it looked at first, which is
+0 %, whereas text is kept as it was shown last, with how long it took.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
+from ..report.progress_bar import ProgressBar, shown, text_bar
 from ..shared.ranklist import name_ranks
 
 if TYPE_CHECKING:
@@ -21,12 +28,12 @@ class CellOutput:
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
-        self._handle: Any = None
+        self._output = _Output()
         self._shown = ""
         self._latest = ""
         self._call: Call | None = None
         self._outputs: list[str] = []
-        self._live = getattr(get_ipython(), "kernel", None) is not None
+        self._live = in_notebook()
 
     def __call__(self, call: Call) -> None:
         """Show what has been printed so far."""
@@ -55,19 +62,16 @@ class CellOutput:
         if not self._call or not any(late):
             return
         self._outputs = [_with_result(out, more) for out, more in zip(self._outputs, late, strict=True)]
-        self._show(fold(self._call.ranks, self._outputs if self._handle else late))
+        self._show(fold(self._call.ranks, self._outputs if self._output.shown else late))
 
     def _show(self, text: str) -> None:
         if self._quiet or text == self._shown:
             return
         self._shown = text
-        bundle = {"text/plain": text}
-        if not self._live:
-            print(text)
-        elif self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
+        if self._live:
+            self._output.write(text)
         else:
-            self._handle.update(bundle, raw=True)
+            print(text)
 
 
 def _with_result(output: str, result: str) -> str:
@@ -90,3 +94,45 @@ def fold(ranks: Sequence[int], outputs: Sequence[str]) -> str:
     return "\n".join(
         f"[{name_ranks(of)}]" + (" " if "\n" not in output else "\n") + output for output, of in blocks.items()
     )
+
+
+def progress_bar(title: str, measured: bool = True) -> AbstractContextManager[ProgressBar]:
+    """Show progress until the block ends, then how long it took, or what was under way when it failed.
+
+    ``measured``: whether it is known how much is done; otherwise only the time is shown.
+    """
+    if in_notebook():
+        return shown(ProgressBar(title, _Output(), rewrites=True, measured=measured))
+    return shown(text_bar(title, sys.stderr, measured))
+
+
+class _Output:
+    """An output of the cell that runs, which holds what was written last; updated in place."""
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    @property
+    def shown(self) -> bool:
+        """Return whether anything was written."""
+        return self._handle is not None
+
+    def write(self, text: str) -> None:
+        """Show it in place of what was there; nothing where tqdm clears its line."""
+        bundle = {"text/plain": text.strip()}
+        if not text.strip():
+            return
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def flush(self) -> None:
+        """Everything is shown at once."""
+
+
+def in_notebook() -> bool:
+    """Return whether outputs can be changed: a terminal gets text only, once."""
+    return getattr(get_ipython(), "kernel", None) is not None

@@ -1,29 +1,33 @@
-"""The controls: one for each knob, and the buttons."""
+"""The controls: one for each knob, the buttons, and the line that says what time is lost to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import time
+from collections.abc import Callable
+from functools import partial
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from ..kernel.policy import RULES
+from ..report.bottleneck import Bottleneck
 from ..report.differences import DOES
 from ..shared.errors import GpumemError
 from ..shared.knobs import KNOBS, Knob
 from ..shared.knobs.communication import COMMUNICATION_FOLD
 from .flip_predictions import FlipPredictions
-from .region import Region
-from .steered import Steered
 from .threads import OwnChanges
+from .widgets import Ask, box, button, region
 from .wording import critical_batch, field_error
+
+if TYPE_CHECKING:
+    from ..session import Session
+
 
 _FOLD_ICONS = {COMMUNICATION_FOLD: "exchange"}
 _AUTOTUNE = RULES["autotune"]
 NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
-
-
-Ask = Callable[[Callable[[], object]], None]
 
 
 class Controls:
@@ -36,7 +40,7 @@ class Controls:
         foreseen: what belongs to no single knob of what would come of flips.
     """
 
-    def __init__(self, session: Steered, ask: Ask, later: Ask) -> None:
+    def __init__(self, session: Session, ask: Ask, later: Ask) -> None:
         self._session = session
         self._ask = ask
         self._flip_predictions = FlipPredictions(session, later)
@@ -46,14 +50,14 @@ class Controls:
         self._own_changes = OwnChanges()
         self._settings = session.settings
         self._widgets = {name: self._control(knob) for name, knob in self._knobs.items()}
-        self._errors = {name: Region(role="alert", label="") for name in (*self._knobs, _AUTOTUNE.name)}
+        self._errors = {name: region("gpumem-error", "alert", "") for name in (*self._knobs, _AUTOTUNE.name)}
         self._autotune = ipywidgets.Dropdown(
             description=_AUTOTUNE.name, tooltip=f"{_AUTOTUNE.name}: {_AUTOTUNE.help}", options=("off", "on")
         )
         self._autotune.observe(self._tune, names="value")
-        self._critical = Region(role="group", label="critical batch")
-        self._play = _button("Play", "play", "", lambda: ask(session.pause if session.playing else session.play))
-        self._step = _button("Step", "step-forward", "", lambda: ask(session.step))
+        self._critical = region("gpumem-critical", "group", "critical batch")
+        self._play = button("Play", "play", "", lambda: ask(session.pause if session.playing else session.play))
+        self._step = button("Step", "step-forward", "", lambda: ask(session.step))
         front = [name for name, knob in self._knobs.items() if knob.in_front]
         self.knobs = box([self._with_error(name) for name in front], "gpumem-knobs")
         self._shown_knobs = set(front)
@@ -111,11 +115,9 @@ class Controls:
         return toggle, inside
 
     def _with_error(self, name: str) -> Any:
-        self._errors[name].add_class("gpumem-error")
         foreseen = self._flip_predictions.regions.get(name)
         parts = [self._widgets.get(name, self._autotune), self._errors[name], *([foreseen] if foreseen else [])]
         if name == "batch_size":
-            self._critical.add_class("gpumem-critical")
             parts.append(self._critical)
         return box(parts, "gpumem-knob")
 
@@ -181,21 +183,55 @@ class Controls:
         return True
 
 
-def family(widget: Any) -> Iterator[Any]:
-    """Yield a widget and all that lie in it."""
-    for child in getattr(widget, "children", ()):
-        yield from family(child)
-    yield widget
+_AUTOTUNED_S = 60.0  # that it can be read what autotune found
+_LOOK_EVERY_S = 2.0  # a sentence whose numbers change more often cannot be read
 
 
-def box(children: list[Any], css_class: str) -> Any:
-    """Return a box that the style sheet lays out."""
-    made = ipywidgets.Box(children)
-    made.add_class(css_class)
-    return made
+class BottleneckLine:
+    """A line of the panel; empty while there is nothing to say.
 
+    Attributes:
+        widget: the sentence and the button.
 
-def _button(label: str, icon: str, tip: str, press: Callable[[], None]) -> Any:
-    button = ipywidgets.Button(description=label, icon=icon, tooltip=tip)
-    button.on_click(lambda _: press())
-    return button
+    Args:
+        session: whose steps are judged.
+        ask: runs an action, and shows why where it is refused.
+    """
+
+    def __init__(self, session: Session, ask: Ask) -> None:
+        self._session = session
+        self._verdict: Bottleneck | None = None
+        self._looked_s = -_LOOK_EVERY_S
+        self._looked_at: tuple[object, ...] = ()
+        self._sentence = region("gpumem-verdict", "status", "what time is lost to")
+        self._button = button("", "", "change this now", lambda: ask(partial(self._apply, self._verdict)))
+        self.widget = box([self._sentence, self._button], "gpumem-lost")
+        self._show()
+
+    def follow(self) -> None:
+        """Look again, if enough has happened since."""
+        history, settings = self._session.history, self._session.settings
+        state = (history, history.version, settings)
+        now_s = time.monotonic()
+        waits = now_s - self._looked_s < _LOOK_EVERY_S and self._looked_at[-1:] == (settings,)
+        if waits or state == self._looked_at:
+            return
+        self._looked_s, self._looked_at = now_s, state
+        self._verdict = self._session.verdict()
+        self._show()
+
+    def _show(self) -> None:
+        history, verdict = self._session.history, self._verdict
+        said = history.autotuned
+        if said and history.now_s() - said.time_s < _AUTOTUNED_S:
+            verdict = None  # there is room for one of them
+            self._sentence.html = f"<p>{escape(said.text)}</p>"
+        else:
+            self._sentence.html = f"<p>{escape(verdict.sentence)}</p>" if verdict else ""
+        self._button.layout.display = "" if verdict and verdict.changes else "none"
+        self._button.description = f"Apply {verdict.typed}" if verdict else ""
+
+    def _apply(self, verdict: Bottleneck | None) -> None:
+        """As it was when the button was pressed: others may wait to be done before."""
+        if verdict:
+            self._session.set(**verdict.changes)

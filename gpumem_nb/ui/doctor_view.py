@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
@@ -16,42 +14,26 @@ from ..planning.doctor.finding import Finding, Flip
 from ..report.speed import FEWEST_STEPS, WARM_UP_STEPS
 from ..report.tables import notes_html
 from ..shared.answers import Progress
-from ..shared.errors import GpumemError
 from ..shared.units import format_bytes, format_rate
 from . import threads
-from .controls import box
-from .region import Region
-from .search_view import Ask, SearchView
-from .steered import Steered
+from .search_view import SearchView
+from .widgets import ApplyButton, Ask, Region, box, region, style_sheet, text_of
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 LOOK_EVERY_S = 0.5
 WATCHED_S = 120.0  # until there are steps under a flip that was taken
 _WAITING = "<p>Changed. It will be measured with the next steps.</p>"
 _MEASURED_STEPS = WARM_UP_STEPS + FEWEST_STEPS
-# The theme's variables, so that a change of theme shows at once; in em, as the panel that may hold it.
-CSS = """<style>
-.gpumem-doctor { color: var(--jp-ui-font-color1, inherit); line-height: 1.4; overflow: visible; }
-.gpumem-doctor .widget-box { overflow: visible; }
-.gpumem-doctor .gpumem-finding { display: block; margin: 0 0 0.6em; }
-.gpumem-doctor .gpumem-helps { display: flex; flex-wrap: wrap; align-items: center; gap: 0.2em 0.8em;
-  padding-left: 1em; }
-.gpumem-doctor .gpumem-helps button { flex: none; width: auto; max-width: 100%; height: auto; min-height: 2.1em;
-  line-height: 1.4; padding: 0.2em 0.8em; margin: 0; font-size: 1em; white-space: normal; }
-.gpumem-doctor button:focus-visible { outline: 3px solid #E69F00; outline-offset: 1px; }
-.gpumem-doctor .gpumem-helps p { margin: 0.1em 0; }
-.gpumem-doctor .gpumem-came p { margin: 0.1em 0 0.1em 1em; font-weight: 600; }
-.gpumem-doctor .gpumem-differs { border: 1px solid currentColor; border-radius: 3px; padding: 0 0.4em; }
-.gpumem-doctor .gpumem-css { display: none; }
-</style>"""
 
 
 @dataclass(eq=False)
 class _Card:
-    """One finding on the page; ``taken`` once its flip was made, ``settled`` once it was measured."""
+    """A finding with a flip; ``taken`` once that was made, ``settled`` once it was measured."""
 
-    finding: Finding
-    said: Region = field(default_factory=lambda: _region("gpumem-came", "status", "what came of it"))
-    button: Any = None
+    flip: Flip
+    said: Region
     taken: bool = False
     settled: bool = False
 
@@ -69,9 +51,7 @@ class DiagnosisView:
             comes of it. The caller that gives one calls :meth:`follow` now and then.
     """
 
-    def __init__(
-        self, session: Steered, diagnosis: Diagnosis, ask: Callable[[Callable[[], object]], object] | None = None
-    ) -> None:
+    def __init__(self, session: Session, diagnosis: Diagnosis, ask: Ask | None = None) -> None:
         self._session = session
         self._diagnosis = diagnosis
         self._ask = ask
@@ -93,64 +73,46 @@ class DiagnosisView:
         return bundle | {"text/plain": str(self._diagnosis), "text/html": self._diagnosis._repr_html_()}
 
     def _make(self) -> Any:
-        css = ipywidgets.HTML(CSS)
-        css.add_class("gpumem-css")
-        heading = _region("gpumem-found", "group", "what the doctor found")
+        heading = region("gpumem-found", "group", "what the doctor found")
         heading.html = notes_html([self._diagnosis.headline])
-        rest = _region("gpumem-notes", "group", "what else there is to say")
+        rest = region("gpumem-notes", "group", "what else there is to say")
         rest.html = notes_html([*filter(None, [self._diagnosis.came]), *self._diagnosis.notes])
-        self._cards = [_Card(finding) for finding in self._diagnosis.findings]
-        view = ipywidgets.VBox([css, heading, *map(self._shown, self._cards), rest])
+        css = style_sheet(text_of("answers.css"))
+        view = ipywidgets.VBox([css, heading, *map(self._shown, self._diagnosis.findings), rest])
         view.add_class("gpumem-doctor")
         return view
 
-    def _shown(self, one: _Card) -> Any:
-        finding, flip = one.finding, one.finding.flip
-        about = _region("gpumem-about", "group", finding.cause)
+    def _shown(self, finding: Finding) -> Any:
+        flip = finding.flip
+        about = region("gpumem-about", "group", finding.cause)
         about.html = card(finding)
-        helps = _region("gpumem-what", "group", "what helps")
+        helps = region("gpumem-what", "group", "what helps")
         helps.html = (_flip(flip) if flip else "") + (f"<p>{escape(finding.do)}</p>" if finding.do else "")
-        row = [helps]
-        if flip:
-            one.button = ipywidgets.Button(
-                description=f"Apply {flip.typed}", tooltip=f"fixes: {finding.cause}; {flip.mathematics}"
-            )
-            one.button.on_click(lambda _: self._press(one))
-            row.insert(0, one.button)
-        return box([about, box(row, "gpumem-helps"), one.said], "gpumem-finding")
+        if not flip:
+            return box([about, box([helps], "gpumem-helps")], "gpumem-finding")
+        apply = ApplyButton(
+            flip.typed,
+            f"fixes: {finding.cause}; {flip.mathematics}",
+            lambda: self._take(one),
+            self._ask,
+            again=False,
+            then=lambda: self._watch(one),
+        )
+        one = _Card(flip, apply.said)
+        self._cards.append(one)
+        return box([about, box([apply.button, helps], "gpumem-helps"), apply.said], "gpumem-finding")
 
-    def _press(self, one: _Card) -> None:
-        one.button.disabled = True
-        if self._ask:
-            self._ask(partial(self._take, one))
-        else:
-            threads.start(partial(self._take_and_watch, one), "gpumem_nb doctor")
-
-    def _take(self, one: _Card) -> None:
-        """Make the flip, and say why if that cannot be done."""
-        flip = one.finding.flip
-        assert flip
-        one.said.html = "<p>Being changed …</p>"
-        now, was = (self._session.settings, self._session.workload), (flip.before, self._workload)
+    def _take(self, one: _Card) -> str:
+        """Make the flip, unless something was changed since it was found."""
+        now, was = (self._session.settings, self._session.workload), (one.flip.before, self._workload)
         if now != was or self._session.history.loaded_again(self._history, self._loaded_as):
-            one.said.html = (
-                "<p>Something was changed since this was found, so it may no longer be true. Examine again.</p>"
-            )
-            return
-        try:
-            self._session.set(**flip.changes)
-        except GpumemError as refused:
-            one.said.html = f"<p>{escape(str(refused))}</p>"
-            one.button.disabled = False
-        except Exception as error:
-            one.said.html = f"<p>That did not work: {escape(f'{type(error).__name__}: {error}')}</p>"
-            one.button.disabled = False
-        else:
-            one.taken = True
-            self._tell(one)
+            return "Something was changed since this was found, so it may no longer be true. Examine again."
+        self._session.set(**one.flip.changes)
+        one.taken = True
+        self._tell(one)
+        return ""
 
-    def _take_and_watch(self, one: _Card) -> None:
-        self._take(one)
+    def _watch(self, one: _Card) -> None:
         for _ in range(round(WATCHED_S / LOOK_EVERY_S)):
             if one.settled or not one.taken or self._session.ended:
                 return
@@ -161,8 +123,7 @@ class DiagnosisView:
 
     def _tell(self, one: _Card) -> None:
         """Say what was measured under the flip, beside what was predicted."""
-        flip, now = one.finding.flip, self._session.history.now()
-        assert flip
+        flip, now = one.flip, self._session.history.now()
         rescue = self._session.history.rescue
         if rescue and rescue.settings == flip.after and rescue.did:
             one.said.html, one.settled = f"<p>{escape(rescue.headline)} {escape(_sentence(rescue.did))}</p>", True
@@ -196,12 +157,6 @@ def _sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
 
 
-def _region(css_class: str, role: str, label: str) -> Region:
-    region = Region(role=role, label=label)
-    region.add_class(css_class)
-    return region
-
-
 class DoctorView(SearchView):
     """Asks the session what is wrong with it.
 
@@ -211,7 +166,7 @@ class DoctorView(SearchView):
         ask: the same of what is done at once.
     """
 
-    def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
+    def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
         self._findings: DiagnosisView | None = None
         tip = "what is wrong with this session, what could be better, and how to fix it"
         super().__init__(session, [], [("Examine", "stethoscope", tip, self._examine)], search, ask)

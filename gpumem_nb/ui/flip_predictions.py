@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
@@ -18,9 +18,12 @@ from ..report.differences import short
 from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
-from . import batch_lines, wording
-from .region import Region
-from .steered import Steered
+from . import wording
+from .pictures import batch_lines
+from .widgets import Ask, region
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 LINES_OF = ("precision", "checkpointing")  # knobs with a line of their own for each value
 TIMEOUT_S = 10.0  # how long a flip waits for the question under way
@@ -56,7 +59,7 @@ class FlipPredictions:
         lines: peaks against the batch size.
     """
 
-    def __init__(self, session: Steered, submit: Callable[[Callable[[], object]], None]) -> None:
+    def __init__(self, session: Session, submit: Ask) -> None:
         self._session = session
         self._submit = submit
         self._turn = threading.Condition()
@@ -70,12 +73,12 @@ class FlipPredictions:
         )
         self.button.observe(lambda _: self._begin_anew(), names="value")
         self.regions = {
-            name: _region("gpumem-what-if", f"what other values of {name} would need")
+            name: region("gpumem-what-if", "group", f"what other values of {name} would need")
             for name, knob in KNOBS.items()
             if knob.moves
         }
-        self.key = _region("gpumem-what-if-key", "what the signs of what if mean")
-        self.lines = _region("gpumem-batch-lines", "reserved memory against the batch size")
+        self.key = region("gpumem-what-if-key", "group", "what the signs of what if mean")
+        self.lines = region("gpumem-batch-lines", "group", "reserved memory against the batch size")
 
     def follow(self, names: Sequence[str]) -> None:
         """Show what is known of flips of these knobs, and ask for what is not."""
@@ -157,7 +160,7 @@ class FlipPredictions:
 
     def _show(self, names: Sequence[str]) -> None:
         session, now, answers = self._session, self._session.settings, self._answers
-        for name, region in self.regions.items():
+        for name, shown in self.regions.items():
             rows = [
                 wording.flip(
                     KNOBS[name].text(getattr(flip, name)),
@@ -169,12 +172,12 @@ class FlipPredictions:
             ]
             if name == "batch_size" and now in answers.largest and rows:
                 rows.append(wording.largest(answers.largest[now], self._samples))
-            region.html = "".join(rows)
+            shown.html = "".join(rows)
         limits = [reading.limit_bytes for reading in session.history.readings if reading and reading.limit_bytes]
         limit = min(limits, default=None)
         self.key.html = wording.flip_key(limit, answers.waits_at is not None) if names else ""
         lines = {name: answers.peaks[about] for name, about in self._lines(names) if about in answers.peaks}
-        self.lines.html = batch_lines.picture(lines, now.batch_size, limit)
+        self.lines.html = batch_lines(lines, now.batch_size, limit)
 
     def _from_here(self, flip: Settings) -> Prediction | None:
         """Return what is foreseen of a flip, which may have been asked from elsewhere."""
@@ -240,9 +243,3 @@ class FlipPredictions:
         session, workload = self._session, self._session.workload
         flips = single_flips(session.settings, workload) if workload else ()
         return (flip for name, flip in flips if name in names)
-
-
-def _region(css_class: str, label: str) -> Region:
-    region = Region(role="group", label=label)
-    region.add_class(css_class)
-    return region

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
-from .runs_picture import common_limit, picture
-from .steered import Steered
+from .pictures import common_limit, picture
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 MOST_ROWS = 50  # the latest
 
@@ -22,7 +24,7 @@ class Kept:
         session: whose runs are kept; those of the session before stay until this one has any.
     """
 
-    def __init__(self, session: Steered) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
         self._id = uuid.uuid4().hex
         self._bundle = self._now()

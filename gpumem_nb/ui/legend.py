@@ -11,8 +11,7 @@ from ..shared.categories import CATEGORIES, MEANING
 from ..shared.step_times import MEANING as MEANING_OF_PARTS
 from ..shared.step_times import PARTS
 from ..shared.units import format_bytes
-from .bands import MOST_RANKS, Peak, above_median
-from .series import Mark
+from .series import MOST_RANKS, Mark, Peak, above_median
 from .style import LOOKS, TIME_COLOURS, UNKNOWN
 
 # Of plotly's Cividis, which is told apart by people who are colour-blind; from nothing to the whole limit.

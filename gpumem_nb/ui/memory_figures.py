@@ -14,6 +14,7 @@ from ..shared.categories import CATEGORIES
 from ..shared.messages import Ledger, Span, Timeline
 from ..shared.units import format_bytes
 from . import figures
+from .cells import in_notebook
 from .style import BLUE, LOOKS, UNKNOWN, VERMILION, Look
 
 _MIB = 2**20
@@ -27,7 +28,7 @@ _ROOT = "peak"
 
 def show_figures(report: MemoryReport) -> None:
     """Show the report's figures; a terminal gets its text only."""
-    if not figures.can_show():
+    if not in_notebook():
         return
     drawn = []
     if timeline := report.worst_timeline:

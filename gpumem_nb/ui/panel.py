@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 from IPython.display import display
@@ -13,16 +13,17 @@ from IPython.display import display
 from ..planning.score import foretold
 from ..report.rescue import Rescue
 from . import legend, threads, wording
-from .actions import Actions
 from .answers import Answers
-from .bottleneck_line import BottleneckLine
 from .charts import Charts, View
 from .charts.view import LAST_STEPS, Attempt, Choice
-from .controls import Controls, box, family
+from .controls import BottleneckLine, Controls
 from .kept import Kept
-from .region import ClosesDeadTabs, Region
-from .steered import Steered
-from .style import BIG, CSS
+from .style import BIG
+from .threads import Actions
+from .widgets import ClosesDeadTabs, box, family, region, style_sheet, text_of
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 REFRESH_S = 0.25
 LARGEST_SHARE = 0.1  # of a core, for refreshing
@@ -45,7 +46,7 @@ class Panel:
         big: in large type.
     """
 
-    def __init__(self, session: Steered, big: bool = False) -> None:
+    def __init__(self, session: Session, big: bool = False) -> None:
         self._session = session
         self.big = big
         self._actions = Actions("actions", self._refused, self._refresh)
@@ -79,7 +80,7 @@ class Panel:
         self._kept.show()
         return self
 
-    def show(self, session: Steered) -> None:
+    def show(self, session: Session) -> None:
         """Show and steer this session from now on, in the same place of the page; without effect once closed.
 
         What is shown is kept up to date until the panel is closed or the session ends, and controls do something.
@@ -141,13 +142,13 @@ class Panel:
         self._charts = Charts(self._ranks, BIG if self.big else 1.0)
         self._controls = Controls(self._session, self._ask, self._questions.submit)
         self._answers = Answers(self._session, self._searches.submit, self._ask)
-        self._status = _region("gpumem-status", "status", "what is happening")
-        self._alert = _region("gpumem-alert", "alert", "")
-        self._effect = _region("gpumem-effect", "status", "before and after the latest change")
-        self._tiles = _region("gpumem-numbers", "group", "numbers now")
-        self._filling = _region("gpumem-filling", "group", "what fills the memory")
-        self._key = _region("gpumem-keys", "group", "what the charts show")
-        self._truths = _region("gpumem-truths", "group", "what the numbers of memory mean")
+        self._status = region("gpumem-status", "status", "what is happening")
+        self._alert = region("gpumem-alert", "alert", "")
+        self._effect = region("gpumem-effect", "status", "before and after the latest change")
+        self._tiles = region("gpumem-numbers", "group", "numbers now")
+        self._filling = region("gpumem-filling", "group", "what fills the memory")
+        self._key = region("gpumem-keys", "group", "what the charts show")
+        self._truths = region("gpumem-truths", "group", "what the numbers of memory mean")
         self._truths.html = wording.truths(self._ranks)
         self._dismiss = ipywidgets.Button(icon="times", tooltip="close this message")
         self._dismiss.add_class("gpumem-dismiss")
@@ -159,8 +160,7 @@ class Panel:
         self._pin.observe(lambda change: self._wanted_pin(change["new"]), names="value")
         for choice in (self._latest, self._smooth, self._log_loss):
             choice.observe(lambda _: self._draw_anew(), names="value")
-        css = ipywidgets.HTML(CSS + self._charts.css)
-        css.add_class("gpumem-css")
+        css = style_sheet(text_of("panel.css") + self._charts.css)
         top = box([self._status, self._controls.buttons], "gpumem-top")
         answers = [self._answers.buttons, self._answers.opened]
         self._fits = [ipywidgets.Button(tooltip="train with these settings") for _ in range(_FITS)]
@@ -175,7 +175,7 @@ class Panel:
         figures = [self._tiles, self._effect, message, self._charts.figure, self._key, view_of, self._truths]
         return [css, top, *knobs, *answers, *figures, ClosesDeadTabs()]
 
-    def _watch(self, session: Steered) -> None:
+    def _watch(self, session: Session) -> None:
         pause_s = 0.0
         while not self._closing.wait(pause_s):
             began = time.thread_time()
@@ -280,9 +280,3 @@ class Panel:
 
 def _toggle(label: str, icon: str, tip: str) -> Any:
     return ipywidgets.ToggleButton(description=label, icon=icon, tooltip=tip)
-
-
-def _region(css_class: str, role: str, label: str) -> Region:
-    region = Region(role=role, label=label)
-    region.add_class(css_class)
-    return region

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from html import escape
+from typing import TYPE_CHECKING
 
 from plotly.io import to_html
 
@@ -17,15 +18,17 @@ from ..shared.messages import RankInfo
 from ..shared.units import format_bytes
 from . import legend
 from .charts import Assembly, View
-from .runs_picture import common_limit, picture
-from .steered import Steered
-from .style import CSS
+from .pictures import common_limit, picture
+from .widgets import text_of
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 _SCALE = 1.3  # of the charts: a page has more room than a panel
 _CSS = ".gpumem-report > div { max-width: none; } .gpumem-runs table { margin-top: 1em; }"
 
 
-def report_page(session: Steered, findings: str, scoreboard: Scoreboard, versions: Mapping[str, str]) -> str:
+def report_page(session: Session, findings: str, scoreboard: Scoreboard, versions: Mapping[str, str]) -> str:
     """HTML that needs neither a network nor a kernel; plotly is in it, once.
 
     Args:
@@ -53,7 +56,7 @@ def without_home(text: str) -> str:
     return text
 
 
-def _facts(session: Steered) -> str:
+def _facts(session: Session) -> str:
     size, history = session.size, session.history
     when = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z")
     what = f"{history.steps:,} steps on {size} rank{'s' * (size > 1)}" if history.steps else "No step was done"
@@ -78,7 +81,7 @@ def _learned(history: History) -> str:
     return " ".join(said)
 
 
-def _charts(session: Steered) -> tuple[str, str]:
+def _charts(session: Session) -> tuple[str, str]:
     """Return the panel's charts as they are now, and the style that they need."""
     view = View.of_session(session, session.ranks)
     if not view.has_steps:
@@ -91,11 +94,12 @@ def _charts(session: Steered) -> tuple[str, str]:
         config={"displayModeBar": False, "responsive": True},
     )
     key = legend.key(view.worst, view.time) + legend.pins(view.marks) + legend.strip(view.peaks)
-    css = "".join(part.removeprefix("<style>").removesuffix("</style>") for part in (CSS, assembly.css))
-    return f"<h2>Charts</h2><div class='gpumem-panel gpumem-report'>{drawn}{key}</div>", css + _CSS
+    return f"<h2>Charts</h2><div class='gpumem-panel gpumem-report'>{drawn}{key}</div>", text_of(
+        "panel.css"
+    ) + assembly.css + _CSS
 
 
-def _runs(session: Steered) -> str:
+def _runs(session: Session) -> str:
     runs = session.runs
     svg = picture(runs.rows, common_limit(session.history.readings), session.ranks[0].device_name) if len(runs) else ""
     return f"<div class='gpumem-runs'>{svg}{runs._repr_html_()}</div>"

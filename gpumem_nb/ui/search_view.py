@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from ..shared.answers import Progress
 from ..shared.errors import GpumemError
-from .controls import box, family
-from .region import Region
-from .steered import Steered
+from .widgets import Ask, box, button, family, region
 
-Ask = Callable[[Callable[[], object]], object]
+if TYPE_CHECKING:
+    from ..session import Session
+
 Question = Callable[[Progress], str]
 """Asks the session, shows what it answers, and returns what is to be said of it."""
 
@@ -45,7 +46,7 @@ class SearchView:
 
     def __init__(
         self,
-        session: Steered,
+        session: Session,
         form: Sequence[Any],
         questions: Sequence[tuple[str, str, str, Question]],
         search: Ask,
@@ -57,20 +58,20 @@ class SearchView:
         self._stopped = threading.Event()
         self._asked: _Asked | None = None  # until it has ended, or is stopped before its turn
         self._changing = threading.Lock()  # what is asked and what is said of it: buttons have another thread
-        self._begin = [self._button(*question) for question in questions]
-        self._stop = ipywidgets.Button(description="Stop", icon="stop", tooltip="end it with what was found by then")
-        self._stop.on_click(lambda _: self._stop_pressed())
+        self._begin = [
+            button(words, icon, tip, partial(self._pressed, question)) for words, icon, tip, question in questions
+        ]
+        self._stop = button("Stop", "stop", "end it with what was found by then", self._stop_pressed)
         self._stop.layout.display = "none"
-        self._said = Region(role="status", label="how far it is, and what was found")
-        self._said.add_class("gpumem-searching")
+        self._said = region("gpumem-searching", "status", "how far it is, and what was found")
         self._found = ipywidgets.VBox([])
         self._found.add_class("gpumem-answer")
         self.widget = ipywidgets.VBox([box([*form, *self._begin, self._stop], "gpumem-form"), self._said, self._found])
 
     def follow(self, why_not: str) -> None:
         """Switch the buttons off, for a reason, or on."""
-        for button in self._begin:
-            button.disabled = bool(why_not) or self._asked is not None
+        for begin in self._begin:
+            begin.disabled = bool(why_not) or self._asked is not None
 
     def was_opened(self) -> None:
         """Handle that the user opened it, with perhaps nothing to fill in."""
@@ -91,11 +92,6 @@ class SearchView:
         for widget in before:
             for one in family(widget):
                 one.close()
-
-    def _button(self, words: str, icon: str, tip: str, question: Question) -> Any:
-        button = ipywidgets.Button(description=words, icon=icon, tooltip=tip)
-        button.on_click(lambda _: self._pressed(question))
-        return button
 
     def _pressed(self, question: Question) -> None:
         asked = _Asked(question)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
@@ -13,23 +12,14 @@ from ..planning.tuning.result import TuneResult
 from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
 from ..report.tables import notes_html, shown_html
 from ..shared.answers import Progress
-from ..shared.errors import GpumemError, InvalidInput
+from ..shared.errors import InvalidInput
 from . import threads
-from .controls import box
-from .region import Region
-from .search_view import Ask, SearchView
-from .steered import Steered
+from .search_view import SearchView
 from .style import shade
+from .widgets import ApplyButton, Ask, box, style_sheet, text_of
 
-# The theme's variables, so that a change of theme shows at once; the panel has a style of its own.
-_CSS = """<style>
-.gpumem-tuned { display: flex; flex-wrap: wrap; align-items: center; gap: 0.2em 0.8em; overflow: visible; }
-.gpumem-tuned .gpumem-css { display: none; }
-.gpumem-tuned .gpumem-apply { width: auto; max-width: 100%; height: auto; min-height: 2.1em; line-height: 1.4;
-  padding: 0.2em 0.8em; white-space: normal; font-weight: 600; }
-.gpumem-tuned button:focus-visible { outline: 3px solid #E69F00; outline-offset: 1px; }
-.gpumem-tuned .gpumem-came p { margin: 0.1em 0; color: var(--jp-ui-font-color1, inherit); }
-</style>"""
+if TYPE_CHECKING:
+    from ..session import Session
 
 
 class ApplyView:
@@ -43,7 +33,7 @@ class ApplyView:
         ask: has something done away from the page's own thread; without one, a thread does it.
     """
 
-    def __init__(self, result: TuneResult, ask: Callable[[Callable[[], object]], object] | None = None) -> None:
+    def __init__(self, result: TuneResult, ask: Ask | None = None) -> None:
         self._result = result
         self._ask = ask
         self.view = threads.make(self._make)
@@ -55,36 +45,13 @@ class ApplyView:
         return bundle | {"text/plain": said, "text/html": notes_html([said])}
 
     def _make(self) -> Any:
-        self._button = ipywidgets.Button(
-            description=f"Apply {self._result.typed}", tooltip="train with the best settings"
-        )
-        self._button.add_class("gpumem-apply")
-        self._button.on_click(lambda _: self._press())
-        self._said = Region(role="status", label="what came of it")
-        self._said.add_class("gpumem-came")
-        css = ipywidgets.HTML(_CSS)
-        css.add_class("gpumem-css")
-        return box([css, self._button, self._said], "gpumem-tuned")
+        apply = ApplyButton(self._result.typed, "train with the best settings", self._apply, self._ask)
+        apply.button.add_class("gpumem-apply")
+        return box([style_sheet(text_of("answers.css")), apply.button, apply.said], "gpumem-tuned")
 
-    def _press(self) -> None:
-        self._button.disabled = True
-        if self._ask:
-            self._ask(self._apply)
-        else:
-            threads.start(self._apply, "gpumem_nb apply")
-
-    def _apply(self) -> None:
-        """Change the settings, and say so or why not."""
-        self._said.html = "<p>Being changed …</p>"
-        try:
-            self._result.apply()
-        except GpumemError as refused:
-            self._said.html = f"<p>{escape(str(refused))}</p>"
-        except Exception as error:
-            self._said.html = f"<p>That did not work: {escape(f'{type(error).__name__}: {error}')}</p>"
-        else:
-            self._said.html = "<p>Changed: the next steps are trained with these settings.</p>"
-        self._button.disabled = False
+    def _apply(self) -> str:
+        self._result.apply()
+        return "Changed: the next steps are trained with these settings."
 
 
 def fits_view(found: WhatFits, ask: Ask) -> Any:
@@ -134,7 +101,7 @@ class TuneView(SearchView):
         ask: the same of what is done at once.
     """
 
-    def __init__(self, session: Steered, search: Ask, ask: Ask) -> None:
+    def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
         self._budget = _text("budget", "the limit", "what may be reserved on a rank, such as 512MiB")
         self._batch = _text("global batch", "as it is", "samples of a step of all ranks")
         self._seconds = _text("seconds", "60", "how long it may take, about")
@@ -171,7 +138,7 @@ class TuneView(SearchView):
     def _parts(self, result: TuneResult) -> list[Any]:
         parts: list[Any] = [ipywidgets.HTML(shown_html(result.shown[1:]))]
         if result.measured:
-            from .tune_figure import tuned_widget  # plotly takes long to import
+            from .figures import tuned_widget  # plotly takes long to import
 
             parts.insert(0, tuned_widget(result))
         if result.typed:

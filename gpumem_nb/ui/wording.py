@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from ..kernel.history import History
 from ..kernel.lifecycle import RESTARTING
@@ -20,9 +21,11 @@ from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, Need
 from ..shared.messages import Leak, RankInfo, Reading
 from ..shared.settings import strongest_first
 from ..shared.units import format_bytes, format_rate
-from .bands import Peak, above_median, worst_first
-from .runs_picture import common_limit
-from .steered import Steered
+from .pictures import common_limit
+from .series import Peak, above_median, worst_first
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 TIMEOUT_S = 2.0  # the panel mentions an answer that takes longer
 _WORTH_A_WORD = 0.1  # of the peak
@@ -31,14 +34,14 @@ _MATHEMATICS = {KEEPS: "", KEEPS_TO_ROUNDING: " ≃", CHANGES: " ≠"}
 _SIGNS = {"trains": "▶", "rests": "❚❚", "waits": "…", "ended": "■"}
 
 
-def status(session: Steered, silent_s: float) -> str:
+def status(session: Session, silent_s: float) -> str:
     """Return a sign of the state and :func:`_doing` in one line."""
     state = _state(session, silent_s)
     sign = f'<i class="gpumem-sign gpumem-{state}" aria-hidden="true">{_SIGNS[state]}</i>'
     return f"{sign}<span>{_doing(session, silent_s)}</span>"
 
 
-def _state(session: Steered, silent_s: float) -> str:
+def _state(session: Session, silent_s: float) -> str:
     if session.ended:
         return "waits" if session.ended == RESTARTING else "ended"
     if session.wait_report or (session.waiting_for and silent_s > TIMEOUT_S):
@@ -46,7 +49,7 @@ def _state(session: Steered, silent_s: float) -> str:
     return "trains" if session.playing else "rests"
 
 
-def _doing(session: Steered, silent_s: float) -> str:
+def _doing(session: Session, silent_s: float) -> str:
     """Return what is happening, and what is being waited for; ``silent_s`` is the time since ranks last reported."""
     ranks = f"{session.size} ranks" if session.size > 1 else "1 rank"
     workload, steps = session.workload, session.history.steps
@@ -79,7 +82,7 @@ def _sentence(text: str) -> str:
     return f"{escape(text[:1].upper() + text[1:])}."
 
 
-def tiles(session: Steered, readings: Sequence[Reading | None]) -> str:
+def tiles(session: Session, readings: Sequence[Reading | None]) -> str:
     """Return the few numbers that are shown large: those of the latest configuration, as ``%hvd_runs`` has them."""
     tried = session.history.now()
     speed = tried.samples_per_s if tried else None
@@ -104,7 +107,7 @@ def _peak(tried: Tried | None, readings: Sequence[Reading | None]) -> tuple[str,
     return format_bytes(tried.peak_bytes if tried else None), of
 
 
-def _epochs(session: Steered) -> str:
+def _epochs(session: Session) -> str:
     history, workload = session.history, session.workload
     if workload is None:
         return ""
@@ -160,7 +163,7 @@ def flip(value: str, foreseen: Prediction | None, why_not: str, mathematics: str
     )
 
 
-def critical_batch(session: Steered) -> str:
+def critical_batch(session: Session) -> str:
     """Up to which global batch more samples a step still pay, in few letters; the whole sentence by hovering."""
     if session.workload is None:
         return ""

@@ -12,7 +12,7 @@ import gpumem_nb
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
 from gpumem_nb.shared.state_file import verify
-from gpumem_nb.ui.bands import peaks
+from gpumem_nb.ui.series import peaks
 from tests.conftest import load_afresh, weights
 
 pytestmark = pytest.mark.cluster

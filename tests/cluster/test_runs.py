@@ -21,7 +21,7 @@ from gpumem_nb.shared.errors import InvalidInput, StateFileError
 from gpumem_nb.shared.step_times import PARTS
 from gpumem_nb.shared.units import format_bytes, format_rate
 from gpumem_nb.ui.answers import ExportView
-from gpumem_nb.ui.controls import family
+from gpumem_nb.ui.widgets import family
 from tests import internals
 from tests.cluster.test_magics import run
 from tests.cluster.test_snapshots import snapshots

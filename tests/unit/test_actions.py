@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from gpumem_nb.shared.errors import InvalidInput
-from gpumem_nb.ui.actions import Actions
+from gpumem_nb.ui.threads import Actions
 from tests.timing import HANG_S, until
 
 

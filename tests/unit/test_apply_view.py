@@ -11,8 +11,8 @@ import pytest
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.ui.region import Region
 from gpumem_nb.ui.tune_view import ApplyView
+from gpumem_nb.ui.widgets import Region
 from tests.internals import widgets_in
 from tests.timing import until
 from tests.unit.tuned_machine import tuned

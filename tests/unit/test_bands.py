@@ -13,8 +13,8 @@ from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui import legend, style, wording
-from gpumem_nb.ui.bands import MOST_LEDGERS, above_median, bands, peaks, shown, worst_first
 from gpumem_nb.ui.charts import Charts, View
+from gpumem_nb.ui.series import MOST_LEDGERS, above_median, bands, peaks, shown, worst_first
 from tests.ledgers import MIB, info, ledger, reading, sample
 
 

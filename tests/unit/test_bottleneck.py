@@ -11,14 +11,13 @@ import pytest
 
 from gpumem_nb.engine.step.step_clock import CoreQueue
 from gpumem_nb.kernel.history import Event
-from gpumem_nb.report.bottleneck import Bottleneck, Circumstances
-from gpumem_nb.report.critical_path import FEWEST_STEPS
+from gpumem_nb.report.bottleneck import FEWEST_STEPS, Bottleneck, Circumstances
 from gpumem_nb.report.speed import WARM_UP_STEPS
 from gpumem_nb.shared.messages import Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import BACKWARD, DATA, FORWARD, REDUCTION, UPDATE, StepTimes
 from gpumem_nb.shared.workload import DataInfo, WorkloadInfo
-from gpumem_nb.ui.bottleneck_line import BottleneckLine
+from gpumem_nb.ui.controls import BottleneckLine
 from tests.ledgers import info, ledger, sample
 
 HEALTHY_S = {DATA: 0.001, FORWARD: 0.03, BACKWARD: 0.06, REDUCTION: 0.005, UPDATE: 0.004}

@@ -18,7 +18,7 @@ from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import WorkloadInfo
 from gpumem_nb.ui import doctor_view, threads
 from gpumem_nb.ui.doctor_view import DiagnosisView
-from gpumem_nb.ui.region import Region
+from gpumem_nb.ui.widgets import Region
 from tests.internals import widgets_in
 from tests.ledgers import MIB, sample
 from tests.timing import until

@@ -29,7 +29,7 @@ from gpumem_nb.engine.data.held_out import as_held_out
 from gpumem_nb.engine.data.iterables import source_of
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import Device, opened
-from gpumem_nb.report.evaluation import Evaluation
+from gpumem_nb.report.run_summary import Evaluation
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.messages import Chunk, ChunkReply
 from gpumem_nb.shared.settings import Settings

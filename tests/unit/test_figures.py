@@ -18,8 +18,8 @@ from gpumem_nb.shared.messages import Reading, Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import FORWARD, StepTimes
 from gpumem_nb.ui import wording
-from gpumem_nb.ui.bands import peaks
-from gpumem_nb.ui.runs_picture import common_limit
+from gpumem_nb.ui.pictures import common_limit
+from gpumem_nb.ui.series import peaks
 from gpumem_nb.ui.wording import what_helps
 from tests.ledgers import MIB, ledger, reading, sample
 from tests.runs import runs_of

@@ -18,7 +18,7 @@ import torch
 from gpumem_nb.kernel import logs
 from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.logs import Logs
-from gpumem_nb.report.evaluation import Evaluation
+from gpumem_nb.report.run_summary import Evaluation
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import Sample
 from gpumem_nb.shared.settings import Settings

@@ -8,7 +8,7 @@ import pytest
 
 from gpumem_nb.report.memory import MemoryReport, RankMemory
 from gpumem_nb.shared import categories as c
-from gpumem_nb.ui import figures, memory_figures
+from gpumem_nb.ui import cells, figures, memory_figures
 from gpumem_nb.ui.memory_figures import timeline_figure, treemap_figure
 from gpumem_nb.ui.style import LOOKS
 from tests.ledgers import MIB, info, ledger, reading, timeline
@@ -63,7 +63,7 @@ def test_a_notebook_gets_figures_that_stay_without_a_kernel_and_a_terminal_none(
     monkeypatch.setattr(figures, "display", lambda bundle, raw: displayed.append(bundle))
     memory_figures.show_figures(report)
     assert displayed == []
-    monkeypatch.setattr(figures, "get_ipython", lambda: type("Shell", (), {"kernel": object()}))
+    monkeypatch.setattr(cells, "get_ipython", lambda: type("Shell", (), {"kernel": object()}))
     memory_figures.show_figures(report)
     assert [bundle["text/plain"][: len(title)] for bundle, title in zip(displayed, titles, strict=True)] == titles
     assert all(bundle["application/vnd.plotly.v1+json"]["data"] for bundle in displayed)

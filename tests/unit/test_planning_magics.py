@@ -15,7 +15,8 @@ from gpumem_nb.magics import planning
 from gpumem_nb.magics.planning import PlanningMagics
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.ui import doctor_view, tune_figure
+from gpumem_nb.ui import doctor_view
+from gpumem_nb.ui import figures as tune_figure
 from tests.unit.test_doctor_view import diagnosis
 from tests.unit.tuned_machine import tuned
 

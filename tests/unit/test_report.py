@@ -9,7 +9,7 @@ import pytest
 
 from gpumem_nb.report.breakdown import MOST_PARTS, highest, parts
 from gpumem_nb.report.memory import MemoryReport, RankMemory
-from gpumem_nb.report.state_files import SnapshotRow, Snapshots
+from gpumem_nb.report.written import SnapshotRow, Snapshots
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import DeviceUse, RankInfo, Reading, Span

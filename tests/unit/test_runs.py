@@ -16,13 +16,13 @@ import pytest
 from gpumem_nb.planning.prediction import FITS, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.runs import Runs
+from gpumem_nb.report.runs.columns import latest, order
 from gpumem_nb.report.runs.curve import MOST_POINTS, Curve
-from gpumem_nb.report.runs.sorting import latest, order
-from gpumem_nb.report.runs.stored import packed, unpacked
+from gpumem_nb.report.runs.files import packed, unpacked
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.ui.runs_picture import picture
+from gpumem_nb.ui.pictures import picture
 from tests.ledgers import MIB, info, ledger
 from tests.runs import LIMITS, cells, history_of, runs_of, shown, table, train
 

@@ -17,11 +17,11 @@ import pytest
 
 from gpumem_nb.kernel.record import Record
 from gpumem_nb.report.runs import Row, Runs
-from gpumem_nb.report.runs.stored import ImportedRuns, packed, readable, unpacked
+from gpumem_nb.report.runs.files import ImportedRuns, packed, readable, unpacked
 from gpumem_nb.shared.errors import InvalidInput, SetupError, StateFileError
 from gpumem_nb.shared.knobs import KNOBS, Knob, register
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.ui.runs_figure import comparison_figure
+from gpumem_nb.ui.figures import comparison_figure
 from tests.ledgers import MIB, info, ledger
 from tests.runs import cells, history_of, runs_of, shown, train
 
@@ -116,11 +116,11 @@ def test_what_does_not_fit_any_more_loses_the_curves_of_the_oldest(
 ) -> None:
     rows = [replace(row, began_s=row.began_s + row.number) for row in record.rows()]
     size = len(json.dumps({"format": 1, "rows": [row.saved() for row in rows]}))
-    monkeypatch.setattr("gpumem_nb.report.runs.stored._MOST_BYTES", size - 100)
+    monkeypatch.setattr("gpumem_nb.report.runs.files._MOST_BYTES", size - 100)
     found, unread = unpacked(packed(rows))
     assert (unread, [row.key for row in found]) == (0, [row.key for row in rows])
     assert [len(row.curve) for row in found] == [0, 10, 0]
-    monkeypatch.setattr("gpumem_nb.report.runs.stored._MOST_BYTES", 1500)
+    monkeypatch.setattr("gpumem_nb.report.runs.files._MOST_BYTES", 1500)
     found, unread = unpacked(packed(rows))
     assert (unread, [row.key for row in found]) == (0, [rows[2].key]), "then whole rows, the oldest first"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.report.network import NetworkReport
-from gpumem_nb.report.scaling import Scaled, ScalingReport
+from gpumem_nb.report.scaling import NetworkReport, Scaled, ScalingReport
 from gpumem_nb.shared.step_times import StepTimes
 
 MIB = 2**20

@@ -11,8 +11,8 @@ import ipywidgets
 import pytest
 
 from gpumem_nb.shared.answers import Progress
-from gpumem_nb.ui.region import Region
 from gpumem_nb.ui.search_view import SearchView
+from gpumem_nb.ui.widgets import Region
 from tests.internals import widgets_in
 from tests.timing import HANG_S, until
 

@@ -25,7 +25,7 @@ from gpumem_nb.shared.step_times import (
     StepTimes,
 )
 from gpumem_nb.ui import legend
-from gpumem_nb.ui.time_figure import lanes_figure
+from gpumem_nb.ui.figures import lanes_figure
 from tests.ledgers import sample, waits
 
 

@@ -14,8 +14,7 @@ from ...planning.doctor.rules import findings
 from ...planning.doctor.rules.time import larger, small_batch, without_checkpointing
 from ...planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ...planning.score import foretold
-from ...report.bottleneck import Changes
-from ...report.critical_path import FEWEST_STEPS
+from ...report.bottleneck import FEWEST_STEPS, Changes
 from ...report.differences import typed
 from ...report.speed import WARM_UP_STEPS
 from ...shared.answers import Progress

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...report.network import NetworkReport
-from ...report.scaling import Scaled, ScalingReport
+from ...report.scaling import NetworkReport, Scaled, ScalingReport
 from ...shared.answers import Progress
 from ...shared.errors import InvalidInput, WorkloadError
 from ...shared.messages import RankInfo

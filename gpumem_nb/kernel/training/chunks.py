@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 from ...cluster.calls import Call
 from ...cluster.ranks import IN_PASSING_S, Posted, Ranks
-from ...report.evaluation import Evaluation
 from ...report.rescue import Rescue
+from ...report.run_summary import Evaluation
 from ...shared.errors import ClusterDied, GpumemError, TrainingFailed
 from ...shared.messages import Chunk, ChunkReply
 from ...shared.settings import Settings

@@ -13,9 +13,8 @@ from queue import Empty, SimpleQueue
 from ...cluster.calls import Call
 from ...cluster.interrupts import shielded
 from ...cluster.ranks import Ranks
-from ...report.evaluation import Evaluation
 from ...report.rescue import Rescue
-from ...report.run_summary import measured_by
+from ...report.run_summary import Evaluation, measured_by
 from ...report.speed import STEPS_JUDGED
 from ...shared.answers import Pulse
 from ...shared.errors import GpumemError, TrainingFailed

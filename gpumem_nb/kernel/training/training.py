@@ -11,8 +11,7 @@ from typing import Any
 from ...cluster.calls import Call
 from ...cluster.ranks import IN_PASSING_S, Posted, Ranks
 from ...report.differences import arrows
-from ...report.evaluation import Evaluation
-from ...report.run_summary import Run
+from ...report.run_summary import Evaluation, Run
 from ...shared.answers import Progress
 from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
 from ...shared.forecast import Forecasts

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Any
 
 from ...shared.knobs import KNOBS
 from ...shared.units import format_bytes, format_rate
 from ..speed import Speed
+from ..tables import Table
 from .row import Row
 
 _OF_BATCH = ("batch_size", "accumulation_steps")
@@ -208,3 +212,40 @@ def _of_knob(name: str) -> Column:
 
 def _words(heading: str, text: Callable[[Row], str]) -> Column:
     return Column(heading, "", text, of_words=True)
+
+
+SCROLLED = "<div style='overflow-x: auto'>"  # where it is wider than the notebook
+# Runs where notebooks are trusted, and in a page of one's own. Where scripts are taken out the table stands by itself:
+# it is this script that makes headings buttons. The only text in it is numbers.
+_SCRIPT = files(__package__).joinpath("sortable.js").read_text(encoding="utf-8")
+
+
+def ranks(values: Sequence[Any]) -> list[int | None]:
+    """Return the place of each value among the different ones: numbers before words; none for what is not known."""
+    keys = [None if value in (None, "") or value != value else _key(value) for value in values]
+    places = {key: place for place, key in enumerate(sorted({key for key in keys if key is not None}))}
+    return [None if key is None else places[key] for key in keys]
+
+
+def order(values: Sequence[Any], highest_first: bool = False) -> list[int]:
+    """Return the places of these values from the lowest to the highest; what is not known comes at the end."""
+    sign = -1 if highest_first else 1
+    keyed = [(rank is None, sign * (rank or 0), place) for place, rank in enumerate(ranks(values))]
+    return [place for _, _, place in sorted(keyed)]
+
+
+def latest(rows: Sequence[Row], most: int) -> list[Row]:
+    """Those that began last and that of now, in the same order; a file's may be older than their numbers."""
+    last = sorted(rows, key=lambda row: (row.present, row.began_s))[-most:]
+    kept = {row.key for row in last}
+    return [row for row in rows if row.key in kept]
+
+
+def sortable(table: Table, values: Sequence[Sequence[Any]]) -> str:
+    """Return the table for a notebook, whose headings sort it; ``values`` has a column of them for each."""
+    places = json.dumps([ranks(column) for column in values])
+    return f"{SCROLLED}{replace(table, scrolls=True).html()}<script>{_SCRIPT.replace('PLACES', places)}</script></div>"
+
+
+def _key(value: Any) -> tuple[bool, float, str]:
+    return (False, float(value), "") if isinstance(value, (bool, int, float)) else (True, 0.0, str(value))

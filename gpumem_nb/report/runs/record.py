@@ -15,11 +15,10 @@ from ...shared.step_times import PARTS
 from ..tables import Report, Table, notes_html
 from ..written import Written
 from . import columns
-from .columns import Around, Column
+from .columns import Around, Column, latest, order, sortable
 from .comparing import Comparison
 from .files import NOTHING, write
 from .row import Row
-from .sorting import latest, order, sortable
 
 _HIGHEST_FIRST = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "headroom")
 _MARKS = {columns.BEST: "var(--jp-success-color0, #2e7d32)", "best, now": "var(--jp-success-color0, #2e7d32)"}

@@ -1,43 +1,25 @@
-"""One chart: its place, its title, and what it draws."""
+"""One chart: its place in the grid, its title, and what it draws."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..series import Array
 from .view import View
 
-COLUMNS = 3  # of the grid
 Values = Array | Sequence[str] | Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a chart: row and column of the grid, both from 0, and how many columns and rows it spans.
-
-    Raises:
-        ValueError: it is outside of the grid.
-    """
+    """The place of a chart: row and column of the grid, both from 0, and how many columns and rows it spans."""
 
     row: int
     column: int
     span: int = 1
     rows: int = 1
-
-    def __post_init__(self) -> None:
-        if self.row < 0 or self.rows < 1 or not 0 <= self.column < self.column + self.span <= COLUMNS:
-            last = self.column + self.span - 1
-            raise ValueError(
-                f"Row {self.row}, columns {self.column} to {last}: rows count from 0, columns from 0 to {COLUMNS - 1}."
-            )
-
-    def overlaps(self, other: Place) -> bool:
-        """Return whether both want the same part of the figure."""
-        beside = self.column + self.span <= other.column or other.column + other.span <= self.column
-        apart = self.row + self.rows <= other.row or other.row + other.rows <= self.row
-        return not (beside or apart)
 
     def is_on(self, other: Place) -> bool:
         """Return whether it stands right above another one that is as wide."""
@@ -109,3 +91,74 @@ class Chart:
     unseen_y: int = 0
     names_marks: bool = False
     theme_lines: bool = False
+
+
+_COLUMNS = ((0.0, 0.27), (0.35, 0.66), (0.73, 1.0))  # where they begin and end, of the figure's width
+# Heights in pixels. Over steps the first rows share one axis, whose ticks stand below the last of them.
+_HEIGHTS = (121, 57, 57)
+_MORE = 160  # of each further row
+_TITLE, _TICKS = 27, 40  # above each row, and below those that share their axis with none
+_HALF_TICK = 5  # what the number of a tick at the very top of a chart takes of the title above it
+_ABOVE_LAST = 14  # more above the last of the first rows: the numbers of ranks stand there
+_MARGIN = {"l": 48, "r": 10, "t": 2, "b": 40}
+_SHARED_ROWS = len(_HEIGHTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Turns places into plotly's coordinates, which count from 0 to 1 within the margins, upwards.
+
+    Attributes:
+        rows: how many there are.
+        scale: how many times as large everything is.
+    """
+
+    rows: int
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, places: Iterable[Place], scale: float = 1.0) -> Grid:
+        """Return the grid that these fit in."""
+        return cls(max(_SHARED_ROWS, *(place.row + place.rows for place in places)), scale)
+
+    @property
+    def height_px(self) -> int:
+        """Of the figure with its margins."""
+        margin = self.margin_px
+        return round(self._end(self.rows - 1) * self.scale) + margin["t"] + margin["b"]
+
+    @property
+    def margin_px(self) -> dict[str, int]:
+        """Around the charts."""
+        return {side: round(pixels * self.scale) for side, pixels in _MARGIN.items()}
+
+    def across(self, place: Place) -> tuple[float, float]:
+        """Left and right end of a chart."""
+        return _COLUMNS[place.column][0], _COLUMNS[place.column + place.span - 1][1]
+
+    def upwards(self, place: Place) -> tuple[float, float]:
+        """Bottom and top of a chart."""
+        return self._y(self._end(place.row + place.rows - 1)), self._y(self._begin(place.row))
+
+    def title_y(self, place: Place) -> float:
+        """Return the bottom of a chart's title."""
+        return self._y(self._begin(place.row) - _HALF_TICK)
+
+    def _y(self, from_top: float) -> float:
+        return 1 - from_top / self._end(self.rows - 1)
+
+    def _begin(self, row: int) -> float:
+        """Pixels from the top of the figure to the top of a row's charts."""
+        above = 0 if row == 0 else self._end(row - 1) + (_TICKS if row >= _SHARED_ROWS else 0)
+        return above + _TITLE + (_ABOVE_LAST if row == _SHARED_ROWS - 1 else 0)
+
+    def _end(self, row: int) -> float:
+        return self._begin(row) + (_HEIGHTS[row] if row < _SHARED_ROWS else _MORE)
+
+
+def straight_line(
+    xref: str, x: tuple[float, float], yref: str, y: tuple[float, float], colour: str, dash: str, width_px: int
+) -> dict[str, Any]:
+    """Return a shape from ``x[0], y[0]`` to ``x[1], y[1]``."""
+    ends = {"xref": xref, "x0": x[0], "x1": x[1], "yref": yref, "y0": y[0], "y1": y[1]}
+    return {"type": "line", **ends, "line": {"color": colour, "dash": dash, "width": width_px}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -15,11 +16,10 @@ from plotly import graph_objects as go
 
 from ...internals.plotly_internals import LiveFigure
 from ...shared.messages import RankInfo
-from ..style import GREY, theme_line_css
+from ..series import Mark
+from ..style import GREY, VERMILION, theme_line_css
 from . import table
-from .chart import Axes, Chart, Drawn
-from .grid import Grid
-from .marks import mark_labels, mark_lines
+from .chart import Axes, Chart, Drawn, Grid, straight_line
 from .view import View
 
 FIRST_TIMEOUT_S, LONGEST_TIMEOUT_S = 2.0, 60.0
@@ -38,13 +38,6 @@ class _Placed:
     chart: Chart
     axes: Axes
     traces: Sequence[Any]
-
-    def draw(self, view: View) -> Drawn:
-        drawn = self.chart.draw(view, self.axes)
-        if len(drawn.points) != len(self.traces):
-            what = f"{len(self.traces)} traces and points for {len(drawn.points)}"
-            raise ValueError(f"The chart {self.chart.title(view)!r} has {what}.")
-        return drawn
 
 
 class Assembly:
@@ -76,7 +69,7 @@ class Assembly:
 
     def drawn(self, view: View) -> tuple[list[Any], list[Any], dict[str, Any]]:
         """Return the x and the y of all traces, and what of the layout follows from what is shown."""
-        drawn = [placed.draw(view) for placed in self._placed]
+        drawn = [placed.chart.draw(view, placed.axes) for placed in self._placed]
         points = [point for of_chart in drawn for point in of_chart.points]
         return [x for x, _ in points], [y for _, y in points], self._layout(view, drawn)
 
@@ -238,3 +231,43 @@ def _place(charts: Sequence[Chart], view: View) -> list[_Placed]:
 def _key(axis: str) -> str:
     """Return the name of an axis as a key of the layout: ``yaxis3`` for ``y3``."""
     return f"{axis[0]}axis{axis[1:]}"
+
+
+_LEVELS = 3  # numbers that would cover each other go below each other
+_WIDTH = 0.08  # of a number, in widths of the chart: two digits where it is 300 pixels wide
+_LEVEL_HEIGHT = 0.13
+
+
+def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
+    """Return a vertical line through each chart for each mark."""
+    return [
+        straight_line(axes.x, (mark.step,) * 2, f"{axes.y} domain", (0, 1), *_look(mark))
+        for mark in view.marks
+        for axes in over_steps
+    ]
+
+
+def mark_labels(view: View, axes: Axes) -> list[dict[str, Any]]:
+    """Return the marks' numbers at the top of a wide chart, newest first, each on a level where it covers no other.
+
+    One that has no place is left out: its line is there, and the key under the charts says its step.
+    """
+    steps = view.series.step
+    first, last = (steps[0], steps[-1]) if steps.size else (0.0, 0.0)
+    place = {"xref": axes.x, "yref": f"{axes.y} domain", "xanchor": "center", "yanchor": "top", "showarrow": False}
+    taken_from = [math.inf] * _LEVELS
+    labels = []
+    for mark in reversed(view.marks):
+        at = (mark.step - first) / max(1.0, last - first)
+        level = next((level for level, begin in enumerate(taken_from) if at + _WIDTH <= begin), None)
+        if level is None:
+            continue
+        taken_from[level] = at
+        # The style sheet has the theme's colour for the background.
+        look = {"bgcolor": "white", "borderpad": 1, "bordercolor": _look(mark)[0]}
+        labels.append({"text": f"<b>{mark.number}</b>", "x": mark.step, "y": 1 - _LEVEL_HEIGHT * level} | place | look)
+    return labels
+
+
+def _look(mark: Mark) -> tuple[str, str, int]:
+    return (VERMILION, "solid", 2) if mark.bad else (GREY, "dot", 2)

@@ -7,8 +7,7 @@ from typing import Any
 from plotly import graph_objects as go
 
 from ..style import GREY, LOOKS, VERMILION
-from .chart import Axes, Chart, Drawn, Place
-from .lines import straight_line
+from .chart import Axes, Chart, Drawn, Place, straight_line
 from .view import View
 
 _LINES = {"highest rank": "solid", "lowest rank": "dot"}

@@ -1,4 +1,4 @@
-"""The table of charts. A new chart is one :class:`~.chart.Chart` in a file of its own, and one line in ``CHARTS``.
+"""The table of charts. A new chart is one :class:`~.chart.Chart` in the file of its like, and one line in ``CHARTS``.
 
 What a chart needs:
 
@@ -9,7 +9,7 @@ What a chart needs:
 - what it draws from a :class:`~.view.View`: an x and a y for each of its traces, in their order. A value of each step
   comes from ``view.series``, thinned out: its ``highest`` of each rank, ``mean_of_ranks`` or ``sum_of_ranks``.
 
-``loss.py`` is the smallest. Axes and legends get their numbers when the figure is assembled: a chart that refers to
+``SPEED`` is the smallest. Axes and legends get their numbers when the figure is assembled: a chart that refers to
 them finds their names in the :class:`~.chart.Axes` it is given. A vertical line at each flip and failure is drawn
 through every chart over steps, without its doing.
 """
@@ -17,10 +17,8 @@ through every chart over steps, without its doing.
 from __future__ import annotations
 
 from .chart import Chart
-from .loss import LOSS
 from .peak_of_steps import PEAK_OF_STEPS
-from .speed import SPEED
-from .step_time import STEP_TIME
+from .steps import LOSS, SPEED, STEP_TIME
 from .vram import VRAM
 
 CHARTS: list[Chart] = [
@@ -30,15 +28,3 @@ CHARTS: list[Chart] = [
     LOSS,
     STEP_TIME,
 ]
-
-
-def register(chart: Chart) -> None:
-    """Add a chart of one's own to every panel that is made from now on.
-
-    Raises:
-        ValueError: its place in the grid is taken.
-    """
-    for other in CHARTS:
-        if chart.place.overlaps(other.place):
-            raise ValueError(f"The chart cannot be at {chart.place}: another one is at {other.place}.")
-    CHARTS.append(chart)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...report.evaluation import Evaluation
 from ...report.rescue import Rescue
+from ...report.run_summary import Evaluation
 from ...report.step_time import TimeReport
 from ...shared.messages import RankInfo, Reading, Sample
 from ...shared.settings import Settings
-from ..bands import Bands, Peak, bands, peaks, worst_first
-from ..series import Array, Mark, Series, marks, series, smoothed
-from ..steered import Steered
+from ..series import Array, Bands, Mark, Peak, Series, bands, marks, peaks, series, smoothed, worst_first
+
+if TYPE_CHECKING:
+    from ...session import Session
 
 _LIMIT_IN_SIGHT = 3  # what is more than so many times the highest bar would flatten it, and is told in words
 _HEADROOM = 1.35  # room above for the numbers of marks
@@ -112,7 +114,7 @@ class View:
     @classmethod
     def of_session(
         cls,
-        session: Steered,
+        session: Session,
         ranks: Sequence[RankInfo],
         choice: Choice | None = None,
         attempt: Attempt | None = None,

@@ -11,8 +11,7 @@ from plotly import graph_objects as go
 
 from ...shared.categories import CATEGORIES
 from ...shared.units import format_bytes
-from ..bands import Peak, shown
-from ..series import Array
+from ..series import Array, Peak, shown
 from ..style import GREY, LOOKS, UNKNOWN, VERMILION
 from .chart import Axes, Chart, Drawn, Place
 from .view import View
