@@ -16,7 +16,9 @@ from collections.abc import MutableMapping
 from typing import Any, NoReturn, TextIO
 
 _OF_LAUNCHERS = ("OMPI_", "OPAL_", "PMIX_", "PRTE_")
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by a rank, in its own ways
 _cell: Any = None  # the message that asked for the latest one
+_masks = threading.local()  # of the thread that forks: which signals it held back before
 _INSTEAD = "Type %hvd_stop to end all ranks, or %hvd_restart to start them anew."
 _NO_INPUT = (
     "a rank has no keyboard: input(), getpass() and debuggers get no answer there. Pass values with %hvd_push or write "
@@ -40,7 +42,9 @@ def make_plain(variables: MutableMapping[str, Any]) -> None:
         os.unsetenv(name)
     for stream in (sys.stdout, sys.stderr):
         _look_after(stream)
-    os.register_at_fork(after_in_child=_handle_signals_as_usual)
+    os.register_at_fork(
+        before=_hold_signals, after_in_parent=_let_signals_through, after_in_child=_handle_signals_as_usual
+    )
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # for children, which would wait for mpiexec's standard input
     sys.stdin = _NoInput()
@@ -147,9 +151,19 @@ def _look_after(stream: Any) -> None:
     stream.write, stream.flush = write_and_note, flush_if_written
 
 
+def _hold_signals() -> None:
+    """Before a fork: what comes to the child at once waits until it handles signals as usual."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+
+
+def _let_signals_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
 def _handle_signals_as_usual() -> None:
     """In a forked child: handlers of a rank would swallow what ends a plain process."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
+    _let_signals_through()

@@ -1,0 +1,29 @@
+"""Children that a rank forks end as those of a plain process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# A rank handles the signal by itself. It comes to a child before anything in it has run, as on a busy machine.
+RANK = """
+import os, signal, sys, time
+from gpumem_nb.engine.plain_process import make_plain
+number = signal.Signals[sys.argv[1]]
+signal.signal(number, lambda *_: None)
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), number))
+make_plain({})
+child = os.fork()
+if not child:
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_that_comes_to_a_child_at_once_ends_it(name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", RANK, name], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(-signal.Signals[name]), "set()"], "and the rank itself hears signals again"
