@@ -78,9 +78,10 @@ def nothing_left() -> Iterator[None]:
 
 
 def lives_with_the_runner(process: psutil.Process) -> bool:
-    """Whether it is multiprocessing's own helper."""
+    """Whether it is one of multiprocessing's own helpers."""
     with suppress(psutil.NoSuchProcess):
-        return "resource_tracker" in " ".join(process.cmdline())
+        command = " ".join(process.cmdline())
+        return "resource_tracker" in command or "forkserver" in command
     return False
 
 

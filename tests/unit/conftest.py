@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.dry_runs import forked
 from tests.virtual_gpu import process_of_its_own
 
 
@@ -24,6 +25,13 @@ def what_was_before_is_not_looked_through() -> None:
 def process_with_a_virtual_gpu() -> Iterator[None]:
     """Where tests under ``on_virtual_gpu`` run."""
     with process_of_its_own():
+        yield
+
+
+@pytest.fixture
+def dry_runs_forked() -> Iterator[None]:
+    """Cold predictions without the seconds in which their process imports torch."""
+    with forked():
         yield
 
 

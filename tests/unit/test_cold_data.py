@@ -19,6 +19,7 @@ from gpumem_nb.planning.cold import ColdPredictions
 from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.shared.errors import GpumemError, InvalidInput, WorkloadError
 
+pytestmark = pytest.mark.usefixtures("dry_runs_forked")
 WIDTH = 256
 
 

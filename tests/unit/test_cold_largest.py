@@ -16,7 +16,9 @@ from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.cold import ColdPredictions
 from gpumem_nb.planning.prediction import FITS, Prediction
 from tests.timing import HANG_S
+from tests.unit.dry_runs import apart
 
+pytestmark = pytest.mark.usefixtures("dry_runs_forked")
 WIDTH, BATCH = 256, 32
 GPUS = ("T4-16GB", "V100-16GB", "A100-40GB")  # the first two without the third's kernels
 
@@ -90,6 +92,7 @@ def test_a_search_takes_no_steps_on_the_cpu() -> None:
     check_unknown(predict(loss), "ValueError: too many")
 
 
+@pytest.mark.full
 def test_a_search_that_does_not_end_takes_no_verdict_away(monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         time.sleep(HANG_S * (len(batch) > BATCH))
@@ -97,26 +100,31 @@ def test_a_search_that_does_not_end_takes_no_verdict_away(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(dry_process, "SEARCH_S", 0.2)
     began_s = time.monotonic()
-    check_unknown(predict(loss), "It was not found within 120 s")
+    with apart():
+        check_unknown(predict(loss), "It was not found within 120 s")
     assert time.monotonic() - began_s < HANG_S
 
 
+@pytest.mark.full
 def test_a_process_that_dies_in_a_search_takes_no_verdict_away() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         if len(batch) > BATCH:
             os._exit(3)
         return model(batch).mean()  # type: ignore[no-any-return]
 
-    check_unknown(predict(loss), "It was not found within 120 s")
+    with apart():
+        check_unknown(predict(loss), "It was not found within 120 s")
 
 
+@pytest.mark.full
 def test_a_process_that_crashes_while_it_ends_has_answered() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         if len(batch) == BATCH:
             atexit.register(os.abort)
         return model(batch).mean()  # type: ignore[no-any-return]
 
-    found = predict(loss)
+    with apart():
+        found = predict(loss)
     check_verdicts(found)
     assert all(found.largest.values())
 

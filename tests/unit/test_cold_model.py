@@ -31,7 +31,9 @@ from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.forecast import SEGMENT_BYTES, Kernels, Target
 from gpumem_nb.shared.knobs import KNOBS, Knob, register
 from gpumem_nb.shared.settings import Settings
+from tests.unit.dry_runs import apart
 
+pytestmark = pytest.mark.usefixtures("dry_runs_forked")
 WIDTH, BATCH = 256, 64
 
 
@@ -272,8 +274,9 @@ def test_a_model_that_ends_the_process_is_a_sentence() -> None:
         predict(workload(lambda: sys.exit(0)))
 
 
+@pytest.mark.full
 def test_an_answer_that_did_not_come_is_a_sentence() -> None:
-    with pytest.raises(WorkloadError, match="The process that predicts ended with 0"):
+    with apart(), pytest.raises(WorkloadError, match="The process that predicts ended with 0"):
         predict(workload(lambda: os._exit(0)))
 
 
@@ -296,7 +299,7 @@ def test_an_interrupt_ends_what_the_model_has_started(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
+    with apart(), pytest.raises(KeyboardInterrupt):
         predict(workload(model))
     pid, until_s = int(noted.read_text()), time.monotonic() + 5
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

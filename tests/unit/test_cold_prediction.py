@@ -25,7 +25,9 @@ from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, P
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.forecast import DryAnswer, DryRun
 from tests.published import rows as published
+from tests.unit.dry_runs import apart
 
+pytestmark = pytest.mark.usefixtures("dry_runs_forked")
 MIB = 2**20
 WIDTH, SAMPLES = 256, 64
 HEADING = Path(gpu_table.__file__).with_name("gpus.csv").read_text().splitlines()[0]
@@ -202,7 +204,7 @@ def test_a_model_that_asks_for_values_takes_small_steps_on_the_cpu() -> None:
 
 
 def test_a_process_that_dies_is_a_sentence() -> None:
-    with pytest.raises(WorkloadError, match="The process that predicts ended with 3"):
+    with apart(), pytest.raises(WorkloadError, match="The process that predicts ended with 3"):
         gm.predict(workload(lambda: os._exit(3)))
 
 
@@ -221,7 +223,7 @@ def interrupt_soon() -> Iterator[None]:
 @pytest.mark.usefixtures("interrupt_soon")
 def test_an_interrupt_leaves_no_process() -> None:
     before = set(psutil.Process().children())
-    with pytest.raises(KeyboardInterrupt):
+    with apart(), pytest.raises(KeyboardInterrupt):
         gm.predict(workload(lambda: time.sleep(60)))
     assert set(psutil.Process().children()) <= before
 

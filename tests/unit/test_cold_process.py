@@ -58,6 +58,7 @@ def test_what_the_data_have_started_ends_with_the_prediction(tmp_path: Path) -> 
     wait_until_gone(int(noted.read_text()))
 
 
+@pytest.mark.full
 def test_a_helper_that_was_forked_keeps_nobody_waiting(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
 
@@ -74,6 +75,7 @@ def test_a_helper_that_was_forked_keeps_nobody_waiting(tmp_path: Path) -> None:
     wait_until_gone(int(noted.read_text()))
 
 
+@pytest.mark.full
 def test_a_thread_that_goes_on_takes_no_answer_away() -> None:
     def data() -> Any:
         threading.Thread(target=time.sleep, args=(HANG_S,)).start()

@@ -17,6 +17,7 @@ from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.forecast import SEGMENT_BYTES, Kernels
 from gpumem_nb.shared.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("dry_runs_forked")
 WIDTH, LENGTH, SAMPLES = 64, 512, 32
 
 
@@ -129,7 +130,7 @@ def test_a_model_that_is_too_large_for_steps_on_the_cpu_says_what_to_do(monkeypa
 class TooLarge(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2**14, 2**14) for _ in range(5))
+        self.layers = nn.ParameterList(torch.empty(2**28) for _ in range(5))
         self.rates = [rate.item() for rate in torch.linspace(0, 1, 5)]
 
 
