@@ -12,8 +12,8 @@ from typing import Any
 from unittest.mock import patch
 
 from gpumem_nb.planning import dry_process
-from gpumem_nb.shared.dry_run import DryAnswer, DryRun
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
+from gpumem_nb.shared.forecast import DryAnswer, DryRun
 
 _forks = multiprocessing.get_context("forkserver")
 # What dry runs import, and the modules of tests whose functions they are given.
