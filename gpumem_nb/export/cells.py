@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ..shared.questions import Cell
-from .files import makes_files
 from .imports import PLOTTING, brought_by_all, imported_in
-from .plain import PlainCell, is_future, plain_cell
+from .plain import PlainCell, is_future, makes_files, plain_cell
 from .statements import BUILTIN, NOTEBOOK, Statement, statement
 
 OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..shared.errors import WorkloadError
-from .classes import class_source, functions_of, globals_of
-from .sameness import is_definition_of, is_lambda, other_defaults, returns_like
+from .sameness import class_source, functions_of, globals_of, is_definition_of, is_lambda, other_defaults, returns_like
 from .statements import statement
 
 _OURS = "gpumem_nb"

@@ -8,10 +8,9 @@ from typing import Any
 
 from ..shared.knobs.communication import VARIABLES
 from ..shared.settings import OWN
-from .batches import Batches, wrapped
-from .blocks import checkpointed, segment_length
 from .clashes import check_code, check_names, own_modules
 from .imports import with_sorted_imports
+from .lines import Batches, checkpointed, segment_length, wrapped
 from .order import MAKERS, ROLES, Order, quoted
 from .templating import render
 

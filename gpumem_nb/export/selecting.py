@@ -7,13 +7,9 @@ from dataclasses import dataclass
 
 from ..shared.questions import Cell
 from .cells import OFFERED, Part, Relations, parts_of
-from .files import calls
 from .imports import brought_by_all, imported_in
-from .plain import with_named_imports, without_timing
-from .sameness import same_annotations
-from .shown import READERS, only_shown
-from .statements import BUILTIN, NOTEBOOK
-from .unclear import (
+from .plain import calls, with_named_imports, without_timing
+from .refusals import (
     in_short,
     missing,
     refuse_annotations,
@@ -25,6 +21,9 @@ from .unclear import (
     refuse_setting,
     refuse_unclear,
 )
+from .sameness import same_annotations
+from .shown import READERS, only_shown
+from .statements import BUILTIN, NOTEBOOK
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
-from .files import last
 from .imports import PLOTTING, imported_in
+from .plain import last
 from .statements import LOOKS, Statement, root
 
 _READING = LOOKS | {"range", "round", "abs", "str", "int", "float", "bool", "isinstance", "hasattr"}

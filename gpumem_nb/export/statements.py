@@ -9,7 +9,7 @@ import symtable
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from .files import dotted, last
+from .plain import dotted, last
 
 NOTEBOOK = frozenset({"get_ipython", "display"})
 """What IPython adds to Python's own names."""

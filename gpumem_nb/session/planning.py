@@ -9,14 +9,12 @@ from ..kernel.lifecycle import Lifecycle
 from ..kernel.questions.doctoring import Doctoring
 from ..kernel.questions.fitting import Fitting
 from ..kernel.questions.tuning import Tuning
-from ..planning.allocators import AllocatorWhatIf
 from ..planning.doctor.checklist import Checklist
-from ..planning.doctor.diagnosis import Diagnosis
+from ..planning.doctor.finding import Diagnosis
 from ..planning.prediction import Prediction
 from ..planning.score import Scoreboard
 from ..planning.tuning.result import TuneResult
-from ..planning.what_fits import WhatFits
-from ..planning.what_if import WhatIf
+from ..planning.what_if import AllocatorWhatIf, WhatFits, WhatIf
 from ..shared.answers import Progress
 from ..shared.settings import Settings
 

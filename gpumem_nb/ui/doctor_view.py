@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from ..planning.doctor.diagnosis import Diagnosis, card
-from ..planning.doctor.finding import Finding, Flip
+from ..planning.doctor.finding import Diagnosis, Finding, Flip, card
 from ..report.speed import FEWEST_STEPS, WARM_UP_STEPS
 from ..report.tables import notes_html
 from ..shared.answers import Progress

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from ..planning.tuning.result import TuneResult
-from ..planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
+from ..planning.what_if import COLUMNS, ROWS, Cell, WhatFits
 from ..report.tables import notes_html, shown_html
 from ..shared.answers import Progress
 from ..shared.errors import InvalidInput

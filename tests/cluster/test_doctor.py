@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from gpumem_nb.planning.doctor.diagnosis import Diagnosis
-from gpumem_nb.planning.doctor.finding import Finding
+from gpumem_nb.planning.doctor.finding import Diagnosis, Finding
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError, Interrupted, WorkloadError
 from gpumem_nb.workloads.catalog import CATALOG

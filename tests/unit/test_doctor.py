@@ -9,22 +9,32 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.install.environment import EnvironmentReport, Item
 from gpumem_nb.kernel.questions.doctoring import _brings
-from gpumem_nb.planning.doctor.checklist import checklist
-from gpumem_nb.planning.doctor.diagnosis import NOTHING, Diagnosis
 from gpumem_nb.planning.doctor.evidence import Evidence, OnRank, still_grows
-from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, MEMORY, PAGE, ROOM, STOPS, TIME, WRONG, Finding, Flip
+from gpumem_nb.planning.doctor.finding import (
+    FASTER,
+    FIT,
+    LESS,
+    MEMORY,
+    NOTHING,
+    PAGE,
+    ROOM,
+    STOPS,
+    TIME,
+    WRONG,
+    Diagnosis,
+    Finding,
+    Flip,
+)
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.doctor.rules.time import CAUSES, larger
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from gpumem_nb.report.bottleneck import Bottleneck
 from gpumem_nb.report.configurations import Tried
 from gpumem_nb.report.rescue import Fit, Rescue
-from gpumem_nb.report.sync import SyncReport
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import DeviceUse, Failure, Leak, Sample
-from gpumem_nb.shared.questions import InputFacts, ModelFacts, SeenSamples, SyncLook, TensorTotal
+from gpumem_nb.shared.questions import InputFacts, ModelFacts, TensorTotal
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits, WorkloadInfo
 from tests.ledgers import MIB, info, reading, sample
@@ -384,17 +394,3 @@ def test_every_cause_has_its_heading_on_the_page() -> None:
     named = {*re.findall(r'Finding\(\n\s+"(.+)",', source), *dominant, *CAUSES.values()}
     assert len(named) >= 20
     assert named - headings == set()
-
-
-def test_the_checklist_tells_builds_apart_and_what_cannot_be_checked() -> None:
-    ranks = [info(0, versions=("torch 2.13.0",)), info(1, versions=("torch 2.12.0",))]
-    installed = EnvironmentReport((Item("Horovod", False, "not installed", "build it"),))
-    empty = checklist(ranks, installed, None, [], 0, "")
-    assert [one.ok for one in empty.checks] == [False, False, None, None, None, None]
-    assert not empty.ok
-    assert "rank 1: torch 2.12.0" in str(empty)
-    assert "build it" in str(empty)
-    seen = [SyncLook({"w": 1}, {}, {"w": 2}, SeenSamples((1, 2))) for _ in range(2)]
-    full = checklist(ranks[:1], EnvironmentReport(()), SyncReport(seen), [[LEAK]], 99, "digits-resnet")
-    assert [one.ok for one in full.checks] == [True, True, True, False, False, True]
-    assert "the variable `kept`" in full._repr_html_().replace("&#x27;", "'")

@@ -12,18 +12,22 @@ from torch.optim import SGD
 
 from gpumem_nb.engine import looks
 from gpumem_nb.engine.cells import attached_names
+from gpumem_nb.install.environment import EnvironmentReport, Item
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
+from gpumem_nb.planning.doctor.checklist import checklist
 from gpumem_nb.planning.doctor.evidence import OnRank
 from gpumem_nb.planning.doctor.finding import WRONG
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, TIGHT
 from gpumem_nb.report.bottleneck import Bottleneck
+from gpumem_nb.report.sync import SyncReport
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import Chunk
-from gpumem_nb.shared.questions import InputFacts, ModelFacts
+from gpumem_nb.shared.questions import InputFacts, ModelFacts, SeenSamples, SyncLook
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import FORWARD, UPDATE, StepTimes
-from tests.unit.test_doctor import causes, evidence, prediction, rank
+from tests.ledgers import info
+from tests.unit.test_doctor import LEAK, causes, evidence, prediction, rank
 from tests.unit.test_doctor_asks import Session
 from tests.unit.test_one_rank import alone as alone  # a fixture
 from tests.unit.test_questions import gpu as gpu  # a fixture
@@ -162,3 +166,17 @@ def test_training_that_goes_on_with_objects_of_an_earlier_cell_is_named_until_th
     assert (found.cause, found.level, found.evidence) == ("other objects than attached", WRONG, {"on ranks": "1"})
     assert found.sentence.startswith("net and loss are other objects than those attached: training still uses the old.")
     assert "attach" in found.do
+
+
+def test_the_checklist_tells_builds_apart_and_what_cannot_be_checked() -> None:
+    ranks = [info(0, versions=("torch 2.13.0",)), info(1, versions=("torch 2.12.0",))]
+    installed = EnvironmentReport((Item("Horovod", False, "not installed", "build it"),))
+    empty = checklist(ranks, installed, None, [], 0, "")
+    assert [one.ok for one in empty.checks] == [False, False, None, None, None, None]
+    assert not empty.ok
+    assert "rank 1: torch 2.12.0" in str(empty)
+    assert "build it" in str(empty)
+    seen = [SyncLook({"w": 1}, {}, {"w": 2}, SeenSamples((1, 2))) for _ in range(2)]
+    full = checklist(ranks[:1], EnvironmentReport(()), SyncReport(seen), [[LEAK]], 99, "digits-resnet")
+    assert [one.ok for one in full.checks] == [True, True, True, False, False, True]
+    assert "the variable `kept`" in full._repr_html_().replace("&#x27;", "'")

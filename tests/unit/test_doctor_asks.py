@@ -12,8 +12,7 @@ import pytest
 from gpumem_nb.kernel.cluster import Cluster
 from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.questions.doctoring import Doctoring
-from gpumem_nb.planning.doctor.diagnosis import Diagnosis
-from gpumem_nb.planning.doctor.finding import STOPS, Finding
+from gpumem_nb.planning.doctor.finding import STOPS, Diagnosis, Finding
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from gpumem_nb.kernel.history import History
-from gpumem_nb.planning.doctor.diagnosis import Diagnosis
-from gpumem_nb.planning.doctor.finding import MEMORY, TIME, Finding, Flip
+from gpumem_nb.planning.doctor.finding import MEMORY, TIME, Diagnosis, Finding, Flip
 from gpumem_nb.report.rescue import Rescue
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import Failure

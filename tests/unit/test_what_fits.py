@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.planning.what_fits import Cell, WhatFits
+from gpumem_nb.planning.what_if import Cell, WhatFits
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_nb.planning.allocators import AllocatorWhatIf
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
-from gpumem_nb.planning.what_if import single_flips
+from gpumem_nb.planning.what_if import AllocatorWhatIf, single_flips
 from gpumem_nb.shared.allocator_settings import DEFAULT, AllocatorSettings
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import WorkloadInfo

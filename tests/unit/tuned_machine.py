@@ -9,11 +9,10 @@ from typing import Any
 
 from gpumem_nb.planning.fit import Missed, settled, verdict
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, Prediction
-from gpumem_nb.planning.tuning.record import Candidate, Record
+from gpumem_nb.planning.tuning.record import Candidate, Record, TrialTimes
 from gpumem_nb.planning.tuning.result import TuneResult
 from gpumem_nb.planning.tuning.search import search
 from gpumem_nb.planning.tuning.space import Space, space
-from gpumem_nb.planning.tuning.trial_times import TrialTimes
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits, WorkloadInfo

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from ...install import environment
 from ...planning.doctor.checklist import Checklist, checklist
-from ...planning.doctor.diagnosis import Diagnosis
 from ...planning.doctor.evidence import Evidence, OnRank, still_grows
-from ...planning.doctor.finding import FASTER, FIT, LESS, ROOM, Finding, Flip
+from ...planning.doctor.finding import FASTER, FIT, LESS, ROOM, Diagnosis, Finding, Flip
 from ...planning.doctor.rules import findings
 from ...planning.doctor.rules.time import larger, small_batch, without_checkpointing
 from ...planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction

@@ -12,9 +12,9 @@ from ...export import refusals
 from ...export.clashes import own_modules
 from ...export.functions import Collector
 from ...export.order import ROLES, Order, Source
+from ...export.refusals import in_short
 from ...export.script import script
 from ...export.selecting import selected, settings_in
-from ...export.unclear import in_short
 from ...report.written import ExportedScript, check_over, commands, written_over
 from ...shared.errors import WorkloadError
 from ...shared.questions import Facts

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...planning.fit import fits
 from ...planning.prediction import DOES_NOT_FIT, Prediction
-from ...planning.what_fits import COLUMNS, ROWS, Cell, WhatFits
+from ...planning.what_if import COLUMNS, ROWS, Cell, WhatFits
 from ...shared.answers import Progress
 from ...shared.categories import TEMPORARIES
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...planning import fit
-from ...planning.allocators import AllocatorWhatIf
 from ...planning.fit import Largest, Missed
 from ...planning.prediction import DOES_NOT_FIT, Prediction
 from ...planning.score import Asked, Scoreboard, score
-from ...planning.what_if import WhatIf, single_flips
+from ...planning.what_if import AllocatorWhatIf, WhatIf, single_flips
 from ...report.differences import splits
 from ...shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, variable
 from ...shared.errors import InvalidInput, NotThisTime, WorkloadError

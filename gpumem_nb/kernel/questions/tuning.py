@@ -10,11 +10,10 @@ from typing import Any
 
 from ...planning.prediction import Prediction
 from ...planning.score import Asked
-from ...planning.tuning.record import Candidate, Record, speed_of
+from ...planning.tuning.record import Candidate, Record, TrialTimes, speed_of
 from ...planning.tuning.result import TuneResult
 from ...planning.tuning.search import search
 from ...planning.tuning.space import Space, space
-from ...planning.tuning.trial_times import TrialTimes
 from ...report.differences import typed
 from ...shared.answers import Progress
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError

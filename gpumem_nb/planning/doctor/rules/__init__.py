@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ..evidence import Evidence
 from ..finding import Finding
-from . import environment, limits, mathematics, memory, needless, time
+from . import limits, mathematics, memory, needless, time
 
 Rule = Callable[[Evidence], Finding | None]
 
@@ -37,7 +37,7 @@ RULES: tuple[Rule, ...] = (
     needless.inputs,
     needless.eager_attention,
     memory.logits,
-    environment.other_processes,
+    memory.other_processes,
     *time.OF_VERDICTS,
     time.small_batch,
     time.needless_checkpointing,
