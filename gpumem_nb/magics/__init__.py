@@ -7,10 +7,9 @@ from contextlib import suppress
 from IPython.core.completer import CompletionContext, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 
-from ..completion import Completion
 from ..session import current
 from ..shared.errors import NoSession
-from .cells import CellsMagics
+from .arguments import Completion
 from .looking import LookingMagics
 from .planning import PlanningMagics
 from .ranks import RanksMagics
@@ -18,7 +17,7 @@ from .training import TrainingMagics
 from .workload import WorkloadMagics
 
 _FIRST = 1000  # among IPython's matchers, whose own priorities are below 100
-MAGICS = (RanksMagics, CellsMagics, WorkloadMagics, TrainingMagics, LookingMagics, PlanningMagics)
+MAGICS = (RanksMagics, WorkloadMagics, TrainingMagics, LookingMagics, PlanningMagics)
 
 complete_hvd = Completion(
     {

@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
-from IPython.core.magic import Magics, line_magic, magics_class
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic import Magics, magics_class
+from IPython.core.magic_arguments import argument
 from IPython.display import display
 
-from ..completion import Offered
 from ..kernel.logs import TARGETS
 from ..report.memory import VIEWS
 from ..session import current, latest
 from ..shared.allocator_settings import NAMES
 from ..ui.cells import progress_bar
-from .parsing import says_usage, unquoted
+from .arguments import Offered, magic, unquoted
 
 
 @magics_class
 class LookingMagics(Magics):
     """The panel, and where the bytes are."""
 
-    @magic_arguments()
+    @magic()
     @argument("--dock", action="store_true", help="beside the notebook instead of under the cell")
     @argument("--big", action="store_true", help="in type that can be read from the back of a room")
-    @line_magic
-    @says_usage
-    def hvd_panel(self, line: str) -> None:
+    def hvd_panel(self, args: Namespace) -> None:
         """Show controls and live charts."""
-        args = parse_argstring(self.hvd_panel, line)
         panel = current().panel(big=args.big)
         if args.dock:
             panel.dock()
         else:
             display(panel)
 
-    @magic_arguments()
+    @magic()
     @argument("path", help="the page to write, such as report.html")
-    @line_magic
-    @says_usage
-    def hvd_report(self, line: str) -> Any:
+    def hvd_report(self, args: Namespace) -> Any:
         """Write the session as one page to hand on: charts, runs, findings, versions; it opens without a network."""
-        args, session = parse_argstring(self.hvd_report, line), latest()
+        session = latest()
         with progress_bar("Examining") as progress:
             return session.report(unquoted(args.path), progress)
 
-    @magic_arguments()
+    @magic()
     @argument("target", nargs="?", help="such as runs/a, log.jsonl or project/run; without one, show what is logged")
     @argument(
         "--to",
@@ -53,11 +48,8 @@ class LookingMagics(Magics):
         help=f"{', '.join(TARGETS)}; by default jsonl for a name that ends so, else tensorboard",
     )
     @argument("--stop", action="store_true", help="end this log, or all of them")
-    @line_magic
-    @says_usage
-    def hvd_log(self, line: str) -> None:
+    def hvd_log(self, args: Namespace) -> None:
         """Write steps, settings, evaluations and events to TensorBoard event files, JSON lines or trackio."""
-        args = parse_argstring(self.hvd_log, line)
         session, target = current(), args.target and unquoted(args.target)
         if args.stop:
             session.stop_logging(target)
@@ -65,7 +57,7 @@ class LookingMagics(Magics):
             session.log_to(target, args.to)
         print("\n".join(map(repr, session.logs)) or "Nothing is logged.")
 
-    @magic_arguments()
+    @magic()
     @argument(
         "--by", type=Offered(VIEWS), help="break the peak down by category (all ranks) or by module (also as a treemap)"
     )
@@ -80,11 +72,8 @@ class LookingMagics(Magics):
         help="what a step would reserve under other settings of the caching allocator, such as expandable_segments or "
         "max_split_size_mb:128; without one, the usual ones",
     )
-    @line_magic
-    @says_usage
-    def hvd_memory(self, line: str) -> Any:
+    def hvd_memory(self, args: Namespace) -> Any:
         """Show live, reserved and device bytes of every rank, its limit, and what the peak is made of."""
-        args = parse_argstring(self.hvd_memory, line)
         if args.snapshot is not None:
             return print(f"Written: {current().memory_snapshot(unquoted(args.snapshot))} (for pytorch.org/memory_viz)")
         if args.free:
@@ -98,13 +87,10 @@ class LookingMagics(Magics):
             show_figures(report)
         return report
 
-    @magic_arguments()
+    @magic()
     @argument("--timeline", action="store_true", help="draw the latest step of every rank, part by part")
-    @line_magic
-    @says_usage
-    def hvd_time(self, line: str) -> Any:
+    def hvd_time(self, args: Namespace) -> Any:
         """Show where the time of a step goes on every rank: data, forward, backward, gradients, update."""
-        args = parse_argstring(self.hvd_time, line)
         report = current().time(timeline=args.timeline)
         if report.lanes:
             from ..ui.figures import show_lanes  # plotly takes long to import
@@ -112,24 +98,20 @@ class LookingMagics(Magics):
             show_lanes(report.lanes)
         return report
 
-    @magic_arguments()
+    @magic()
     @argument("ranks", nargs="*", type=int, help="numbers of ranks, such as 1 2 4; by default these and all")
     @argument("--steps", type=int, default=20, help="steps to time on each, which are undone (20)")
-    @line_magic
-    @says_usage
-    def hvd_scaling(self, line: str) -> Any:
+    def hvd_scaling(self, args: Namespace) -> Any:
         """Measure samples/s on growing numbers of the running ranks, and what is lost; forecast more ranks."""
-        args, session = parse_argstring(self.hvd_scaling, line), current()
+        session = current()
         with progress_bar("Measuring") as progress:
             return session.scaling(args.ranks or None, args.steps, progress)
 
-    @magic_arguments()
+    @magic()
     @argument("path", help="the file to write, such as trace.json or trace.json.gz")
     @argument("--steps", type=int, default=3, help="steps to record, which count like any others (3)")
-    @line_magic
-    @says_usage
-    def hvd_trace(self, line: str) -> Any:
+    def hvd_trace(self, args: Namespace) -> Any:
         """Record some steps of all ranks in one file for Perfetto or chrome://tracing, with Horovod's timeline."""
-        args, session = parse_argstring(self.hvd_trace, line), current()
+        session = current()
         with progress_bar("Tracing") as progress:
             return session.trace(unquoted(args.path), args.steps, progress)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from IPython.core.magic import Magics, line_magic, magics_class
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic import Magics, magics_class
+from IPython.core.magic_arguments import argument
 from IPython.display import display
 
 from .. import predict
-from ..completion import Offered
 from ..planning import gpu_table
 from ..planning.tuning.result import TuneResult
 from ..planning.tuning.space import TUNABLE
@@ -20,7 +20,7 @@ from ..shared.answers import Progress
 from ..shared.errors import GpumemError, InvalidInput
 from ..shared.workload import Workload
 from ..ui.cells import progress_bar
-from .parsing import intermixed, pair, pairs, says_usage, shell_of, unquoted
+from .arguments import Offered, intermixed, magic, pair, pairs, shell_of, unquoted
 
 Found = TypeVar("Found")
 _OF_COLD = ("gpu", "memory", "ranks")  # flags that make no sense for the ranks at hand
@@ -52,7 +52,7 @@ def _answer(title: str, question: Callable[[Progress], Found]) -> Found:
 class PlanningMagics(Magics):
     """Predictions and advice before a flip."""
 
-    @magic_arguments()
+    @magic(read=intermixed)
     @argument(
         "pairs",
         nargs="*",
@@ -66,11 +66,8 @@ class PlanningMagics(Magics):
     @argument("--ranks", type=int, help="with NAME: how many ranks train together")
     @argument("--largest-batch", action="store_true", help="the largest batch_size that fits every rank with them")
     @argument("--score", action="store_true", help="what was predicted so far beside what came")
-    @line_magic
-    @says_usage
-    def hvd_predict(self, line: str) -> Any:
+    def hvd_predict(self, args: Namespace) -> Any:
         """Say what other settings would need and whether they fit, from small steps that are undone."""
-        args = intermixed(self.hvd_predict, line)
         named = [entry for entry in args.pairs if isinstance(entry, str)]
         given = {name: value for name in _OF_COLD if (value := getattr(args, name)) is not None}
         if args.score:
@@ -104,15 +101,13 @@ class PlanningMagics(Magics):
             )
         return predict(own if isinstance(own, Workload) else named[0], **knobs)
 
-    @magic_arguments()
+    @magic()
     @argument(
         "--checklist", action="store_true", help="go through the checklist of training on several devices instead"
     )
-    @line_magic
-    @says_usage
-    def hvd_doctor(self, line: str) -> Any:
+    def hvd_doctor(self, args: Namespace) -> Any:
         """Say what is wrong with the session, the worst first, with a button for each fix."""
-        args, session = parse_argstring(self.hvd_doctor, line), current()
+        session = current()
         if args.checklist:
             return _answer("Examining", session.checklist)
         found = _answer("Examining", session.doctor)
@@ -124,35 +119,27 @@ class PlanningMagics(Magics):
             return display(DiagnosisView(session, found))
         return found
 
-    @magic_arguments()
-    @line_magic
-    @says_usage
-    def hvd_what_if(self, line: str) -> Any:
+    @magic()
+    def hvd_what_if(self, args: Namespace) -> Any:
         """Show what every single flip from here would need, side by side."""
-        parse_argstring(self.hvd_what_if, line)
         return current().what_if()
 
-    @magic_arguments()
-    @line_magic
-    @says_usage
-    def hvd_what_fits(self, line: str) -> Any:
+    @magic()
+    def hvd_what_fits(self, args: Namespace) -> Any:
         """Show the largest micro-batch that fits under each precision and checkpointing, and samples/s with it."""
-        parse_argstring(self.hvd_what_fits, line)
         session = current()
         return _answer("What fits", lambda progress: session.what_fits(progress=progress))
 
-    @magic_arguments()
+    @magic()
     @argument("--budget", help="what may be reserved on a rank, such as 512MiB; by default the rank's limit")
     @argument("--global-batch", type=int, help="samples of a step of all ranks; by default as they are")
     @argument("--seconds", type=float, default=60.0, help="how long it may take, about (60)")
     @argument("--knobs", type=Offered(TUNABLE), help="what may be changed, with commas between")
     @argument("--any-mathematics", action="store_true", help="consider what changes the mathematics too, such as bf16")
     @argument("--apply", action="store_true", help="train with the best settings at once")
-    @line_magic
-    @says_usage
-    def hvd_tune(self, line: str) -> Any:
+    def hvd_tune(self, args: Namespace) -> Any:
         """Look for the fastest settings that fit every rank, by steps that are undone; stop ends it with the best."""
-        args, session = parse_argstring(self.hvd_tune, line), current()
+        session = current()
         knobs = [name.strip() for name in unquoted(args.knobs).split(",") if name.strip()] if args.knobs else None
         result = _answer(
             "Tuning",

@@ -1,26 +1,28 @@
-"""Ranks: started, looked at, stopped."""
+"""Ranks: started, looked at, stopped; code and variables on them."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
-from IPython.core.magic import Magics, line_magic, magics_class
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic import Magics, magics_class
+from IPython.core.magic_arguments import argument
 
-from ..completion import Offered
 from ..install.environment import check
 from ..kernel.starting import DEVICES, LAUNCHERS
 from ..session import Session, current, start
 from ..shared.errors import InvalidInput, nearest
-from ..ui.cells import progress_bar
-from .parsing import intermixed, pair, pairs, says_usage
+from ..ui.cells import CellOutput, progress_bar
+from .arguments import Offered, intermixed, magic, pair, pairs, shell_of
 
 
 @magics_class
 class RanksMagics(Magics):
-    """Ranks: started, looked at, stopped."""
+    """Ranks: started, looked at, stopped; code and variables on them."""
 
-    @magic_arguments()
+    _latest: CellOutput | None = None
+
+    @magic()
     @argument("n", nargs="?", type=int, help="number of ranks; by default one per visible GPU, or 2 without GPUs")
     @argument(
         "--device", type=Offered(DEVICES), default="auto", help="auto, cuda, or cpu: a virtual GPU for every rank"
@@ -32,38 +34,26 @@ class RanksMagics(Magics):
     )
     @argument("--threads", type=int, help="CPU threads of each rank; by default the cores are shared out")
     @argument("--timeout", type=float, default=120.0, help="seconds for the whole start")
-    @line_magic
-    @says_usage
-    def hvd_start(self, line: str) -> Session:
+    def hvd_start(self, args: Namespace) -> Session:
         """Start Horovod ranks, one per GPU, and connect to them."""
-        args = parse_argstring(self.hvd_start, line)
         with progress_bar("Starting ranks") as progress:
             return start(**vars(args), progress=progress)
 
-    @magic_arguments()
+    @magic()
     @argument("--json", action="store_true", help="print it as JSON, for programs")
-    @line_magic
-    @says_usage
-    def hvd_status(self, line: str) -> Any:
+    def hvd_status(self, args: Namespace) -> Any:
         """Show the ranks, their devices, and what they are doing."""
-        args = parse_argstring(self.hvd_status, line)
         status = current().status()
         return print(status.to_json()) if args.json else status
 
-    @magic_arguments()
-    @line_magic
-    @says_usage
-    def hvd_interrupt(self, line: str) -> None:
+    @magic()
+    def hvd_interrupt(self, args: Namespace) -> None:
         """Interrupt what the ranks are doing."""
-        parse_argstring(self.hvd_interrupt, line)
         current().interrupt()
 
-    @magic_arguments()
-    @line_magic
-    @says_usage
-    def hvd_restart(self, line: str) -> Session:
+    @magic()
+    def hvd_restart(self, args: Namespace) -> Session:
         """Stop the ranks and start the same number again; what was trained is restored from the last snapshot."""
-        parse_argstring(self.hvd_restart, line)
         session = current()
         with progress_bar("Restarting ranks") as progress:
             session.restart(progress)
@@ -71,15 +61,12 @@ class RanksMagics(Magics):
             print(session.restored)
         return session
 
-    @magic_arguments()
-    @line_magic
-    @says_usage
-    def hvd_stop(self, line: str) -> None:
+    @magic()
+    def hvd_stop(self, args: Namespace) -> None:
         """End all ranks and everything started with them."""
-        parse_argstring(self.hvd_stop, line)
         current().stop()
 
-    @magic_arguments()
+    @magic(read=intermixed)
     @argument("--sync", action="store_true", help="check instead that ranks hold the same and see different samples")
     @argument("--network", action="store_true", help="time instead how fast messages go between the ranks")
     @argument(
@@ -89,11 +76,8 @@ class RanksMagics(Magics):
         metavar="name=variable",
         help="with --sync, of a loop of your own: model=net, and data=loader",
     )
-    @line_magic
-    @says_usage
-    def hvd_check(self, line: str) -> Any:
+    def hvd_check(self, args: Namespace) -> Any:
         """Check torch, Horovod, MPI and the GPUs: what works, and what to type to repair the rest."""
-        args = intermixed(self.hvd_check, line)
         names = pairs(args)
         if unknown := [name for name in names if name not in ("model", "data")]:
             raise InvalidInput(f"{unknown[0]} cannot be checked: {nearest(unknown[0], ('model', 'data'))}.")
@@ -105,3 +89,49 @@ class RanksMagics(Magics):
             with progress_bar("Checking the network") as progress:
                 return current().check_network(progress)
         return current().check_sync(**names) if args.sync else check()
+
+    @magic(cell=True)
+    @argument("--ranks", help="where to run, such as 0 or 0,2-3; by default everywhere")
+    @argument("--out", help="store the results, a list in rank order, in this variable of the notebook")
+    @argument("--quiet", action="store_true", help="show no output")
+    @argument("--memory", action="store_true", help="report what the cell does to memory: peak, categories, leftovers")
+    def hvd(self, args: Namespace, cell: str) -> None:
+        """Run the cell on the ranks; output appears by rank while it runs, the first error at once."""
+        if args.out and not args.out.isidentifier():
+            raise InvalidInput(f"--out {args.out!r} is not a variable name.")
+        if self._latest:
+            self._latest.add_late()
+        output = self._latest = CellOutput(args.quiet)
+        try:
+            call = current().run_cell(
+                shell_of(self).transform_cell(cell),
+                ranks=args.ranks,
+                title="<%%hvd cell>",
+                result="value" if args.out else "text",
+                memory=args.memory,
+                show=output,
+            )
+        except BaseException:
+            output.failed()
+            raise
+        results = call.get()
+        output.finish(call, results if not args.out else [None] * len(results))
+        if args.out:
+            shell_of(self).user_ns[args.out] = results
+
+    @magic()
+    @argument("names", nargs="+", help="variables of this notebook")
+    def hvd_push(self, args: Namespace) -> None:
+        """Copy variables of this notebook to all ranks."""
+        session = current()
+        for name in args.names:
+            if name not in shell_of(self).user_ns:
+                raise InvalidInput(f"There is no variable {name!r} in this notebook.")
+        session.push({name: shell_of(self).user_ns[name] for name in args.names})
+
+    @magic()
+    @argument("name", help="a variable on the ranks")
+    @argument("--ranks", help="from where, such as 0 or 0,2-3; by default from everywhere")
+    def hvd_pull(self, args: Namespace) -> list[Any]:
+        """Fetch a variable from the ranks, as a list in rank order."""
+        return current().pull(args.name, ranks=args.ranks)

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
-from IPython.core.magic import Magics, line_magic, magics_class
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic import Magics, magics_class
+from IPython.core.magic_arguments import argument
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
-from ..completion import Offered
 from ..report.differences import arrows, mathematics
 from ..report.runs.record import FIGURES
 from ..session import current, latest
 from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
 from ..ui.cells import progress_bar
-from .parsing import pair, pairs, says_usage, unquoted
+from .arguments import Offered, magic, pair, pairs, plain, unquoted
+
+
+def _with_note(magic: Callable[..., Any], line: str) -> Namespace:
+    """Return the arguments of a line; argparse would read a "--" in the words of a note as its own."""
+    before, _, rest = line.partition("--note ")
+    args = plain(magic, before)
+    args.note = arg_split(rest)
+    return args
 
 
 @magics_class
 class TrainingMagics(Magics):
     """Training and its knobs."""
 
-    @magic_arguments()
+    @magic()
     @argument("pairs", nargs="*", type=pair, metavar="knob=value", help="knobs to change; without any, show them all")
-    @line_magic
-    @says_usage
-    def hvd_set(self, line: str) -> None:
+    def hvd_set(self, args: Namespace) -> None:
         """Change knobs of the live model, also while it trains, and what the session does by itself (on_oom=shrink)."""
         session = current()
-        knobs = pairs(parse_argstring(self.hvd_set, line))
+        knobs = pairs(args)
         if not knobs:
             lines = (f"settings: {session.settings}", f"what the session does by itself: {session.policy}")
             print(
@@ -52,42 +59,31 @@ class TrainingMagics(Magics):
         if foreseen and foreseen.refusal:
             print(f"It was predicted that this {foreseen.refusal}.")
 
-    @magic_arguments()
+    @magic()
     @argument("steps", nargs="?", type=int, default=100, help="optimizer steps (100)")
-    @line_magic
-    @says_usage
-    def hvd_train(self, line: str) -> Any:
+    def hvd_train(self, args: Namespace) -> Any:
         """Train some steps and wait for them; the stop button pauses."""
-        steps, session = parse_argstring(self.hvd_train, line).steps, current()
+        steps, session = args.steps, current()
         with progress_bar("Training") as progress:
             # A log is not told of each step.
             return session.train(steps, progress) if progress.rewrites else session.train(steps)
 
-    @magic_arguments()
-    @line_magic
-    @says_usage
-    def hvd_play(self, line: str) -> None:
+    @magic()
+    def hvd_play(self, args: Namespace) -> None:
         """Train in the background until %hvd_pause."""
-        parse_argstring(self.hvd_play, line)
         current().play()
 
-    @magic_arguments()
-    @line_magic
-    @says_usage
-    def hvd_pause(self, line: str) -> None:
+    @magic()
+    def hvd_pause(self, args: Namespace) -> None:
         """Pause training after the steps under way."""
-        parse_argstring(self.hvd_pause, line)
         current().pause()
 
-    @magic_arguments()
-    @line_magic
-    @says_usage
-    def hvd_eval(self, line: str) -> Any:
+    @magic()
+    def hvd_eval(self, args: Namespace) -> Any:
         """Show loss and metrics on the validation data; %hvd_set eval_every=100 does it every 100 steps."""
-        parse_argstring(self.hvd_eval, line)
         return current().evaluate()
 
-    @magic_arguments()
+    @magic(read=_with_note)
     @argument("--sort", metavar="COLUMN", type=Offered((*FIGURES, *KNOBS)), help="by a figure or a knob")
     @argument("--all", action="store_true", help="also those of one step")
     @argument("--compare", nargs=2, type=int, metavar=("A", "B"), help="two runs, by their numbers, with their charts")
@@ -101,12 +97,9 @@ class TrainingMagics(Magics):
     @argument("--load", metavar="PATH", help="bring back those that %%hvd_save wrote, without what was trained")
     @argument("--pin", action="store_true", help="compare all further settings with those of now")
     @argument("--unpin", action="store_true", help="compare again with the settings before each flip")
-    @line_magic
-    @says_usage
-    def hvd_runs(self, line: str) -> Any:
+    def hvd_runs(self, args: Namespace) -> Any:
         """Show every configuration tried, side by side; in a notebook a click on a heading sorts."""
-        before, _, rest = line.partition("--note ")  # argparse would read a "--" in the words as its own
-        args, session, note = parse_argstring(self.hvd_runs, before), latest(), arg_split(rest)
+        session, note = latest(), args.note
         if args.compare and args.export:
             raise InvalidInput("--export writes all runs, not a comparison: use --compare and --export one by one.")
         if args.pin or args.unpin:

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
-from IPython.core.magic import Magics, line_magic, magics_class
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic import Magics, magics_class
+from IPython.core.magic_arguments import argument
 
-from ..completion import ROLES
 from ..session import Session, current, resume, snapshots
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
 from ..ui.cells import progress_bar
-from .parsing import pair, pairs, says_usage, shell_of, unquoted
+from .arguments import ROLES, magic, pair, pairs, shell_of, unquoted
 
 
 @magics_class
 class WorkloadMagics(Magics):
     """The workload: loaded or attached, saved and resumed."""
 
-    @magic_arguments()
+    @magic()
     @argument("name", help="digits-resnet, digits-separable, text-gpt, or a variable that holds a Workload")
     @argument("pairs", nargs="*", type=pair, metavar="key=value", help="seed=, and options of a ready-made workload")
-    @line_magic
-    @says_usage
-    def hvd_load(self, line: str) -> None:
+    def hvd_load(self, args: Namespace) -> None:
         """Load a workload on all ranks, where model and optimizer then name what is trained, unless you hold them."""
-        args = parse_argstring(self.hvd_load, line)
         own = shell_of(self).user_ns.get(args.name)
         options, session = pairs(args), current()
         with progress_bar(f"Loading {args.name}", measured=False) as progress, session.telling(progress):
             session.load(own if isinstance(own, Workload) else args.name, **options)
         print(_loaded(session))
 
-    @magic_arguments()
+    @magic()
     @argument(
         "pairs",
         nargs="+",
@@ -41,14 +38,12 @@ class WorkloadMagics(Magics):
         metavar="role=variable",
         help="model= and data=, optionally loss=, optimizer=, scheduler=, eval_data= and metric=; and seed=NUMBER",
     )
-    @line_magic
-    @says_usage
-    def hvd_attach(self, line: str) -> None:
+    def hvd_attach(self, args: Namespace) -> None:
         """Train objects that live on the ranks, such as: %hvd_attach model=net loss=criterion data=train_set.
 
         Your variables stay what they are; model and optimizer then name what is trained, unless you hold them.
         """
-        roles = pairs(parse_argstring(self.hvd_attach, line))
+        roles = pairs(args)
         if unknown := roles.keys() - set(ROLES):
             raise InvalidInput(
                 f"{min(unknown)!r} cannot be attached. Allowed: {', '.join(f'{role}=' for role in ROLES)}."
@@ -62,57 +57,44 @@ class WorkloadMagics(Magics):
             session.attach(**roles)
         print(_loaded(session))
 
-    @magic_arguments()
+    @magic()
     @argument("seed", help="a whole number from 0 to 4294967295")
-    @line_magic
-    @says_usage
-    def hvd_seed(self, line: str) -> None:
+    def hvd_seed(self, args: Namespace) -> None:
         """Seed torch, NumPy and Python alike on all ranks, for cells and for what is loaded from now on.
 
         A cell that ran on some ranks only has moved their random numbers alone: this aligns them again.
         """
-        print(current().seed(parse_argstring(self.hvd_seed, line).seed))
+        print(current().seed(args.seed))
 
-    @magic_arguments()
-    @line_magic
-    @says_usage
-    def hvd_sync(self, line: str) -> None:
+    @magic()
+    def hvd_sync(self, args: Namespace) -> None:
         """Give all ranks the weights and the optimizer's state of rank 0."""
-        parse_argstring(self.hvd_sync, line)
         session = current()
         session.sync()
         print("All ranks have the weights and the optimizer's state of rank 0.")
 
-    @magic_arguments()
+    @magic()
     @argument("path", help="the file to write, such as digits.state")
-    @line_magic
-    @says_usage
-    def hvd_save(self, line: str) -> None:
+    def hvd_save(self, args: Namespace) -> None:
         """Save model, optimizer, scaler, data position, random numbers and settings in one file."""
-        path = unquoted(parse_argstring(self.hvd_save, line).path)
+        path = unquoted(args.path)
         session = current()
         with progress_bar("Saving") as progress:
             saved = session.save(path, progress)
         print(saved)
 
-    @magic_arguments()
+    @magic()
     @argument("path", help="the script to write, such as train.py; an older export is replaced, no other file")
     @argument("--ddp", action="store_true", help="for torchrun and DistributedDataParallel instead of Horovod")
-    @line_magic
-    @says_usage
-    def hvd_export(self, line: str) -> None:
+    def hvd_export(self, args: Namespace) -> None:
         """Write one plain script that trains as the session does now, and say what it does not carry over."""
-        args = parse_argstring(self.hvd_export, line)
         print(current().export(unquoted(args.path), ddp=args.ddp))
 
-    @magic_arguments()
+    @magic()
     @argument("path", nargs="?", help="a saved state; without one, the newest automatic snapshot of this notebook")
     @argument("--list", action="store_true", help="show the automatic snapshots there are, with model, step and age")
-    @line_magic
-    @says_usage
-    def hvd_resume(self, line: str) -> Any:
+    def hvd_resume(self, args: Namespace) -> Any:
         """Go on from a saved state, on any number of ranks; where there are none, start them."""
-        args = parse_argstring(self.hvd_resume, line)
         if args.list:
             return snapshots()
         with progress_bar("Resuming") as progress:

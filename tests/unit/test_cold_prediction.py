@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpumem_nb as gm
-from gpumem_nb.completion import Completion
+from gpumem_nb.magics.arguments import Completion
 from gpumem_nb.magics.planning import PlanningMagics
 from gpumem_nb.planning import dry_process, gpu_table
 from gpumem_nb.planning.cold import ColdPredictions

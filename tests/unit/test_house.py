@@ -11,7 +11,7 @@ import pytest
 from gpumem_nb.shared import errors
 
 ROOT = Path(__file__).parents[2]
-FACE = {"__init__.py", "completion.py", "demo.py"}  # beside session/ and magics/
+FACE = {"__init__.py", "demo.py"}  # beside session/ and magics/
 MOST_LINES = 400
 
 

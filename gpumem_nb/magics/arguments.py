@@ -1,17 +1,98 @@
-"""Completion behind ``%hvd_*``: flags and their values, names of workloads and options, knobs and their values."""
+"""Arguments of magics: how they are declared and read, one sentence for misuse, and what completion offers for them."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Collection, Mapping
+from functools import wraps
 from typing import Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult
-from IPython.core.magic_arguments import argument
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, cell_magic, line_magic
+from IPython.core.magic_arguments import argument, magic_arguments
+from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
-from .kernel.policy import RULES
-from .shared.knobs import KNOBS
-from .shared.values import Option
-from .workloads.catalog import CATALOG
+from ..kernel.policy import RULES
+from ..shared.errors import InvalidInput, NoSession, nearest
+from ..shared.knobs import KNOBS
+from ..shared.values import Option
+from ..workloads.catalog import CATALOG
+
+_UNKNOWN = "unrecognized arguments: "
+Read = Callable[[Callable[..., Any], str], argparse.Namespace]
+
+
+def plain(magic: Callable[..., Any], line: str) -> argparse.Namespace:
+    """Return the arguments of a line."""
+    parsed: argparse.Namespace = magic.parser.parse_argstring(line)  # type: ignore[attr-defined]
+    return parsed
+
+
+def intermixed(magic: Callable[..., Any], line: str) -> argparse.Namespace:
+    """Return the arguments of a line in which flags may stand among the other words."""
+    parsed: argparse.Namespace = magic.parser.parse_intermixed_args(arg_split(line))  # type: ignore[attr-defined]
+    return parsed
+
+
+def magic(*, cell: bool = False, read: Read = plain) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a method as the magic of its name, called with what its line says.
+
+    Its arguments are declared below, by ``@argument``. Misuse is a ``UsageError``: one sentence, no traceback.
+    """
+
+    def declare(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def run(magics: Magics, line: str, *cells: str) -> Any:
+            try:
+                return method(magics, read(run, line), *cells)
+            except (InvalidInput, NoSession) as error:
+                raise UsageError(str(error)) from None
+            except UsageError as error:
+                raise UsageError(_with_what_is_allowed(str(error), method.__name__, magics)) from None
+
+        declared: Callable[..., Any] = magic_arguments()((cell_magic if cell else line_magic)(run))
+        return declared
+
+    return declare
+
+
+def _with_what_is_allowed(message: str, name: str, magics: Magics) -> str:
+    """Return argparse's message about unknown words, with the options there are."""
+    said, _, words = message.partition(_UNKNOWN)
+    if said or not words:
+        return message
+    declared = [one for one in getattr(magics, name).decorators if isinstance(one, argument)]
+    options = [word for one in reversed(declared) for word in one.args if word.startswith("-")]
+    sign = "%" if shell_of(magics).find_line_magic(name) else "%%"
+    allowed = nearest(words.split()[0], options) if options else "it takes none"
+    return f"{message} ({allowed}; help: {sign}{name}?)"
+
+
+def pair(text: str) -> tuple[str, str]:
+    """``name=value`` as a pair, for argparse."""
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value, such as batch_size=16")
+    return name, value
+
+
+def pairs(args: Any) -> dict[str, str]:
+    """Return all pairs of a line."""
+    return dict(args.pairs)
+
+
+def unquoted(path: str) -> str:
+    """Return a path without the quotes that were typed around it."""
+    return path[1:-1] if len(path) > 1 and path[0] == path[-1] and path[0] in "\"'" else path
+
+
+def shell_of(magics: Magics) -> InteractiveShell:
+    """Return the shell that the magics belong to."""
+    assert magics.shell is not None
+    return magics.shell
+
 
 ROLES = ("model", "loss", "data", "optimizer", "scheduler", "eval_data", "metric", "seed")
 """What ``%hvd_attach`` takes, each with ``=`` and a variable, the seed with a number."""
