@@ -71,7 +71,15 @@ class EnvironmentReport(Report):
             for item in self.items
         )
         headings = ("part", "state", "found")
-        return [Table("Environment", headings, rows, frozenset(headings), COLOURS)]
+        return [
+            Table(
+                "Environment",
+                headings,
+                rows,
+                frozenset(headings),
+                {("state", mark): of for mark, of in COLOURS.items()},
+            )
+        ]
 
 
 def check() -> EnvironmentReport:

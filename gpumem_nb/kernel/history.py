@@ -14,7 +14,7 @@ from typing import TypeVar
 from ..planning.prediction import Prediction
 from ..planning.score import Asked
 from ..report.configurations import Effect, Tried
-from ..report.leak_sentences import in_words
+from ..report.freed import leak_in_words
 from ..report.rescue import Rescue
 from ..report.run_summary import Evaluation
 from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
@@ -224,7 +224,7 @@ class History:
         for leak in leaks:
             found[leak.name] = (*found.get(leak.name, ()), leak)
         self.leaks = dict(list(found.items())[-LEAKS_KEPT:])
-        news = [in_words(found[name]) for name in found if name not in known]
+        news = [leak_in_words(found[name]) for name in found if name not in known]
         for sentence in news:
             self.mark("leak", sentence)
         return news

@@ -1,4 +1,4 @@
-"""A report of the memory that was given back to the devices, and of what holds the rest."""
+"""Memory that was given back to the devices, what holds the rest, and what ranks keep from step to step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..shared.messages import Freed, RankInfo
+from ..shared.messages import Freed, Leak, RankInfo
 from ..shared.ranklist import name_ranks
 from ..shared.readings import LiveBytes
 from ..shared.units import format_bytes
@@ -104,3 +104,27 @@ def _by_rank(names: Sequence[Sequence[str]]) -> dict[str, list[int]]:
         for name in of_rank:
             found.setdefault(name, []).append(rank)
     return found
+
+
+def leak_in_words(leaks: Sequence[Leak]) -> str:
+    """Return what grows, how fast, what holds it, and what to do about it.
+
+    The leaks of one call have the same holder on different ranks.
+    """
+    return f"{leak_headline(leaks)}. {leak_what(leaks[0])} {leaks[0].fix}"
+
+
+def leak_headline(leaks: Sequence[Leak]) -> str:
+    """Whose memory grows, and how fast."""
+    fastest = max(leak.bytes_per_step for leak in leaks)
+    who, verb = name_ranks([leak.rank for leak in leaks]), "keeps" if len(leaks) == 1 else "keep"
+    return f"{who} {verb} {format_bytes(fastest)} more after every step"
+
+
+def leak_what(leak: Leak) -> str:
+    """Return what is kept, where it was made, and what holds it."""
+    dtype, shape = leak.dtype.removeprefix("torch."), "×".join(map(str, leak.shape))
+    tensor = f"a {dtype} tensor of {shape}" if shape else f"a {dtype} number"
+    made_at = f", made at {leak.made_at}" if leak.made_at else ""
+    about = f"{tensor} ({format_bytes(leak.tensor_bytes)}{made_at})"
+    return f"The largest part of that is {about}, held by {leak.holder}."

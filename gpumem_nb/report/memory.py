@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 VIEWS = ("category", "module")
-FRAMES = (*VIEWS, "timeline")
 
 _LIVE = "Live is held by tensors; a peak is the highest since the last reset."
 _RESERVED = (
@@ -132,14 +131,12 @@ class MemoryReport(Report):
             InvalidInput: ``by`` is none of these.
         """
         if by is None:
-            return _frame(self.records, _rank_columns())
-        if by == "category":
-            return _frame([row for rank in self.ranks for row in _category_rows(rank)], _CATEGORY_COLUMNS)
-        if by == "module":
-            return _frame([row for rank in self.ranks for row in _module_rows(rank)], _MODULE_COLUMNS)
-        if by == "timeline":
-            return _frame([row for line in self.timelines for row in _timeline_rows(line)], _TIMELINE_COLUMNS)
-        raise InvalidInput(f"by={by!r} is not known: {nearest(str(by), FRAMES)}.")
+            return _frame(self.records)
+        if by not in _FRAMES:
+            raise InvalidInput(f"by={by!r} is not known: {nearest(str(by), list(_FRAMES))}.")
+        rows_of, columns = _FRAMES[by]
+        parts: Iterable[Any] = self.timelines if by == "timeline" else self.ranks
+        return _frame([row for one in parts for row in rows_of(one)], columns)
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -230,9 +227,6 @@ def check_view(by: object) -> None:
         raise InvalidInput(f"by={by!r} is not known: {nearest(str(by), VIEWS)}.")
 
 
-_CATEGORY_COLUMNS = ("rank", "category", "peak_bytes", "share", "rest_bytes")
-_MODULE_COLUMNS = ("rank", "module", "category", "peak_bytes", "share")
-_TIMELINE_COLUMNS = ("rank", "step", "time_ms", "phase", "module", "category", "live_bytes")
 # What columns of readings are called where it isn't the reading's own name; None for what the frame has without NVML.
 _METRIC_COLUMNS = {
     **{"used_bytes": None, "total_bytes": None},
@@ -246,66 +240,51 @@ def _metric_columns() -> dict[str, str]:
     return {name: column for name, column in columns.items() if column}
 
 
-def _rank_columns() -> tuple[str, ...]:
-    before = ("rank", "host", "device", "kind", *_HEADINGS)
-    return (*before, *_metric_columns().values(), "peak_bytes", "peak_phase", "peak_module")
-
-
 def _share(ledger: Ledger | None, limit: int | None) -> float:
     return ledger.peak_bytes / (limit or 1) if ledger else 0.0
 
 
-def _category_rows(rank: RankMemory) -> list[dict[str, Any]]:
-    ledger = rank.ledger
-    if ledger is None:
-        return []
-    missing = not_explained(ledger)
-    entries = {**ledger.at_peak, **({UNEXPLAINED: missing} if missing else {})}
-    return [
-        {
-            "rank": rank.info.rank,
-            "category": category,
-            "peak_bytes": size,
-            "share": size / ledger.peak_bytes if ledger.peak_bytes else None,
-            "rest_bytes": ledger.at_rest.get(category),
-        }
-        for category, size in entries.items()
-    ]
+def _category_rows(rank: RankMemory) -> Iterator[dict[str, Any]]:
+    if ledger := rank.ledger:
+        missing = not_explained(ledger)
+        for name, size in {**ledger.at_peak, **({UNEXPLAINED: missing} if missing else {})}.items():
+            yield _of_peak(rank, ledger, size) | {"category": name, "rest_bytes": ledger.at_rest.get(name)}
 
 
-def _module_rows(rank: RankMemory) -> list[dict[str, Any]]:
-    ledger = rank.ledger
-    if ledger is None:
-        return []
-    return [
-        {
-            "rank": rank.info.rank,
-            "module": "" if module == WITHOUT_MODULE else module,
-            "category": category,
-            "peak_bytes": size,
-            "share": size / ledger.peak_bytes if ledger.peak_bytes else None,
-        }
-        for module, category, size in by_module(ledger)
-    ]
+def _module_rows(rank: RankMemory) -> Iterator[dict[str, Any]]:
+    if ledger := rank.ledger:
+        for module, category, size in by_module(ledger):
+            named = "" if module == WITHOUT_MODULE else module
+            yield _of_peak(rank, ledger, size) | {"module": named, "category": category}
 
 
-def _timeline_rows(line: Timeline) -> list[dict[str, Any]]:
-    spans = line.spans
-    rows: list[dict[str, Any]] = []
-    at = 0
+def _of_peak(rank: RankMemory, ledger: Ledger, size: int) -> dict[str, Any]:
+    share = size / ledger.peak_bytes if ledger.peak_bytes else None
+    return {"rank": rank.info.rank, "peak_bytes": size, "share": share}
+
+
+def _timeline_rows(line: Timeline) -> Iterator[dict[str, Any]]:
+    spans, at = line.spans, 0
     for i, moment in enumerate(line.time_ms):
         while at + 1 < len(spans) and spans[at].end_ms <= moment:
             at += 1
         place = {"phase": spans[at].phase, "module": spans[at].module} if spans else {}
         when = {"rank": line.rank, "step": line.step, "time_ms": moment, **place}
-        rows += [when | {"category": name, "live_bytes": values[i]} for name, values in line.live_bytes.items()]
-    return rows
+        yield from (when | {"category": name, "live_bytes": values[i]} for name, values in line.live_bytes.items())
 
 
-def _frame(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> pd.DataFrame:
+# How what a peak is made of becomes rows, and the columns of these.
+_FRAMES: dict[str, tuple[Callable[[Any], Iterator[dict[str, Any]]], tuple[str, ...]]] = {
+    "category": (_category_rows, ("rank", "category", "peak_bytes", "share", "rest_bytes")),
+    "module": (_module_rows, ("rank", "module", "category", "peak_bytes", "share")),
+    "timeline": (_timeline_rows, ("rank", "step", "time_ms", "phase", "module", "category", "live_bytes")),
+}
+
+
+def _frame(rows: list[dict[str, Any]], columns: tuple[str, ...] | None = None) -> pd.DataFrame:
     import pandas as pd
 
-    frame = pd.DataFrame(rows, columns=list(columns))
+    frame = pd.DataFrame(rows, columns=columns)
     readings = {column for name, column in _metric_columns().items() if METRICS[name].whole}
-    whole = [name for name in columns if name.endswith("_bytes") or name in readings]
+    whole = [name for name in frame.columns if name.endswith("_bytes") or name in readings]
     return frame.astype(dict.fromkeys(whole, "Int64"))

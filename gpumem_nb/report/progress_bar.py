@@ -5,45 +5,30 @@ It writes to a stream; ``ui/progress`` has one that rewrites the output of a not
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
 
-class Stream(Protocol):
-    """The output that a bar is drawn on; each text that is written replaces the one before it."""
-
-    @property
-    def encoding(self) -> str:
-        """The encoding of what is written, for the characters of the bar."""
-
-    def write(self, text: str) -> object:
-        """Show this."""
-
-    def flush(self) -> None:
-        """Show it now."""
-
-
-class Lines:
+class Lines(io.TextIOBase):
     """A stream that cannot rewrite, such as a log: a new line for each text."""
 
-    encoding = "utf-8"
+    encoding = "utf-8"  # for the characters of the bar
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> None:
+    def write(self, text: str) -> int:
         """Print it, without what would have rewritten the line before it."""
         if shown := text.strip():
             self._stream.write(shown + "\n")
-
-    def flush(self) -> None:
-        """Show it now."""
-        self._stream.flush()
+            self._stream.flush()
+        return len(text)
 
 
 class _Meter(tqdm):  # type: ignore[misc]  # tqdm has no type information
@@ -60,12 +45,12 @@ class ProgressBar:
 
     Args:
         title: what is being done.
-        stream: where to draw.
+        stream: where to draw; each text that is written replaces the one before it, where that can be.
         rewrites: whether the stream replaces what was written before; otherwise only a new thing to wait for is drawn.
         measured: whether it is known how much is done; otherwise only the time is shown.
     """
 
-    def __init__(self, title: str, stream: Stream, rewrites: bool, measured: bool = True) -> None:
+    def __init__(self, title: str, stream: TextIO | io.TextIOBase, rewrites: bool, measured: bool = True) -> None:
         self._title = title
         self._stream = stream
         self.rewrites = rewrites

@@ -33,9 +33,7 @@ class Table:
         headings: of the columns.
         rows: as many cells each as there are headings.
         words: headings of the columns that are set to the left; all others are set to the right.
-        colours: the CSS colour of cells that say exactly this, in a notebook only.
-        scrolls: whether it may be wider than a notebook, and stands in something that scrolls then.
-        coloured: headings of the columns that have them, all if ``None``: elsewhere a user's words may be the same.
+        colours: the CSS colours of cells by their heading and what they say exactly, in a notebook only.
         hints: what is said of a heading while the mouse is over it, in a notebook only.
     """
 
@@ -43,10 +41,8 @@ class Table:
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     words: frozenset[str]
-    colours: Mapping[str, str] = field(default_factory=dict)
+    colours: Mapping[tuple[str, str], str] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
-    coloured: frozenset[str] | None = None
-    scrolls: bool = False
 
     def __str__(self) -> str:
         rows = [line for row in (self.headings, *self.rows) for line in _lines(row)]
@@ -54,15 +50,16 @@ class Table:
         text = ["  ".join(self._padded(*cell) for cell in enumerate(zip(row, widths, strict=True))) for row in rows]
         return "\n".join(([self.title] if self.title else []) + [line.rstrip() for line in text])
 
-    def html(self) -> str:
-        """Return the same for a notebook."""
+    def html(self, scrolls: bool = False) -> str:
+        """Return the same for a notebook; ``scrolls``: where it may be wider than that, and stands in what scrolls."""
         caption = f"<caption style='{_CAPTION_STYLE}'>{escape(self.title)}</caption>" if self.title else ""
         head = "".join(
             f"<th scope='col'{self._hint(name)} style='{style}'>{escape(name)}</th>"
-            for name, style in self._cells(self.headings)
+            for name, style in self._cells(self.headings, scrolls)
         )
         lines = [
-            "".join(f"<td style='{style}'>{escape(cell)}</td>" for cell, style in self._cells(row)) for row in self.rows
+            "".join(f"<td style='{style}'>{escape(cell)}</td>" for cell, style in self._cells(row, scrolls))
+            for row in self.rows
         ]
         body = "".join(f"<tr>{line}</tr>" for line in lines)
         return f"<table style='{_TABLE_STYLE}'>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -86,14 +83,13 @@ class Table:
         text, width = cell
         return text.ljust(width) if self.headings[column] in self.words else text.rjust(width)
 
-    def _cells(self, row: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    def _cells(self, row: tuple[str, ...], scrolls: bool) -> Iterator[tuple[str, str]]:
         """Yield each cell with its style."""
         for cell, heading in zip(row, self.headings, strict=True):
             style = f"text-align: {'left' if heading in self.words else 'right'}; {_CELL_STYLE}"
-            if self.scrolls and len(cell) > _LONG:
+            if scrolls and len(cell) > _LONG:
                 style += f"; min-width: {_LONG / 2:g}em"  # beside many columns it would become one word wide
-            has_colours = self.coloured is None or heading in self.coloured
-            if has_colours and (colour := self.colours.get(cell)):
+            if colour := self.colours.get((heading, cell)):
                 style += f"; color: {colour}; font-weight: 600"
             yield cell, style
 

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ..install.versions import versions
-from ..report.leak_sentences import in_words
+from ..report.freed import leak_in_words
 from ..report.tables import BEGIN, notes_html
 from ..report.written import Written, check_over, write_over
 from ..shared.answers import Progress
@@ -47,5 +47,5 @@ def _findings(session: Session, progress: Progress) -> str:
         why = f"Could not be examined: {error}"
     history = session.history
     sentences = [str(history.rescue)] if history.rescue else []
-    sentences += [in_words(found) for found in list(history.leaks.values())]
+    sentences += [leak_in_words(found) for found in list(history.leaks.values())]
     return notes_html([why, *sentences])

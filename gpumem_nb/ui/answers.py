@@ -21,13 +21,7 @@ _REPORT = "report.html"
 
 
 class ExportView(SearchView):
-    """Asks the session for a script.
-
-    Args:
-        session: what is exported.
-        search: has something done that may take long.
-        ask: the same of what is done at once.
-    """
+    """Asks the session for a script."""
 
     def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
         self._path = ipywidgets.Text(
@@ -65,11 +59,6 @@ class Answers:
     Attributes:
         buttons: the toggles.
         opened: what they open, closed at first; that which was opened last is on top.
-
-    Args:
-        session: whom to ask.
-        search: has something done that may take long; ``ask`` is for what is done at once. If either
-            is refused, the panel says so.
     """
 
     def __init__(self, session: Session, search: Ask, ask: Ask) -> None:

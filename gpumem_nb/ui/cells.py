@@ -6,6 +6,7 @@ A notebook gets tqdm's text and not its widget: of a widget a saved notebook kee
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -106,10 +107,10 @@ def progress_bar(title: str, measured: bool = True) -> AbstractContextManager[Pr
     return shown(text_bar(title, sys.stderr, measured))
 
 
-class _Output:
+class _Output(io.TextIOBase):
     """An output of the cell that runs, which holds what was written last; updated in place."""
 
-    encoding = "utf-8"
+    encoding = "utf-8"  # for the characters of bars
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -119,18 +120,14 @@ class _Output:
         """Return whether anything was written."""
         return self._handle is not None
 
-    def write(self, text: str) -> None:
+    def write(self, text: str) -> int:
         """Show it in place of what was there; nothing where tqdm clears its line."""
         bundle = {"text/plain": text.strip()}
-        if not text.strip():
-            return
-        if self._handle is None:
+        if text.strip() and self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
-        else:
+        elif text.strip():
             self._handle.update(bundle, raw=True)
-
-    def flush(self) -> None:
-        """Everything is shown at once."""
+        return len(text)
 
 
 def in_notebook() -> bool:

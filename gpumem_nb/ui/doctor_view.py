@@ -157,13 +157,7 @@ def _sentence(words: str) -> str:
 
 
 class DoctorView(SearchView):
-    """Asks the session what is wrong with it.
-
-    Args:
-        session: whom to ask.
-        search: has something done that may take long.
-        ask: the same of what is done at once.
-    """
+    """Asks the session what is wrong with it."""
 
     def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
         self._findings: DiagnosisView | None = None

@@ -12,10 +12,8 @@ from ..shared.step_times import MEANING as MEANING_OF_PARTS
 from ..shared.step_times import PARTS
 from ..shared.units import format_bytes
 from .series import MOST_RANKS, Mark, Peak, above_median
-from .style import LOOKS, TIME_COLOURS, UNKNOWN
+from .style import HEAT, LOOKS, TIME_COLOURS, UNKNOWN, mixed
 
-# Of plotly's Cividis, which is told apart by people who are colour-blind; from nothing to the whole limit.
-_HEAT = ((0, 34, 78), (65, 77, 107), (124, 123, 120), (188, 174, 108), (254, 232, 56))
 # What else the bars show.
 _SIGNS = (
     "<li><i class='gpumem-limit'></i>limit</li>",
@@ -87,11 +85,4 @@ def _cell(peak: Peak, heat: float, higher: bool) -> str:
     text = f"rank {peak.rank}: {format_bytes(peak.bytes)}, {heat * 100:.0f} %"
     ink = "#fff" if heat <= _DARK_UP_TO else "#000"
     frame = " class='gpumem-higher'" if higher else ""
-    return f"<i{frame} title='{text}' style='background: {_colour(heat)}; color: {ink}'>{peak.rank}</i>"
-
-
-def _colour(heat: float) -> str:
-    at = min(max(heat, 0.0), 1.0) * (len(_HEAT) - 1)
-    low = min(int(at), len(_HEAT) - 2)
-    mixed = (round(a + (b - a) * (at - low)) for a, b in zip(_HEAT[low], _HEAT[low + 1], strict=True))
-    return f"rgb({','.join(map(str, mixed))})"
+    return f"<i{frame} title='{text}' style='background: {mixed(HEAT, heat)}; color: {ink}'>{peak.rank}</i>"

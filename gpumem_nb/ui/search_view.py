@@ -41,7 +41,8 @@ class SearchView:
         session: whom to ask.
         form: what is to be filled in.
         questions: for each its button's words, icon and tip, and what to ask.
-        search: has something done that may take long, on a thread of its own.
+        search: has something done that may take long, on a thread of its own; if that, or what ``ask`` does at once,
+            is refused, the panel says so.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..shared import categories as c
@@ -16,10 +17,18 @@ TEXT = "#787878"  # the same, for text of figures that do not follow the theme: 
 HATCH = "rgba(0,0,0,0.6)"
 
 
-def shade(share: float) -> str:
-    """Return a background from white to sky blue, on which black can be read; ``share`` is between 0 and 1."""
-    ends = ((255, 255, 255), (86, 180, 233))
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(*ends, strict=True))
+# From plotly's Cividis, which is told apart by people who are colour-blind.
+HEAT = ((0, 34, 78), (65, 77, 107), (124, 123, 120), (188, 174, 108), (254, 232, 56))
+SHADES = ((255, 255, 255), (86, 180, 233))  # from white to sky blue; black can be read on them
+
+
+def mixed(colours: Sequence[tuple[int, int, int]], share: float) -> str:
+    """Return the colour that lies at a share, between 0 and 1, of the way through these."""
+    at = min(max(share, 0.0), 1.0) * (len(colours) - 1)
+    low = min(int(at), len(colours) - 2)
+    return "#" + "".join(
+        f"{round(a + (b - a) * (at - low)):02x}" for a, b in zip(colours[low], colours[low + 1], strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ..shared.answers import Progress
 from ..shared.errors import InvalidInput
 from . import threads
 from .search_view import SearchView
-from .style import shade
+from .style import SHADES, mixed
 from .widgets import ApplyButton, Ask, box, style_sheet, text_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ _KEY = "Darker is faster; with a frame: no other cell has as large a micro-batch
 def _button(cell: Cell | None, found: WhatFits, fastest: float, ask: Ask) -> Any:
     button = ipywidgets.Button(description=cell.words if cell else "n/a", disabled=not (cell and cell.settings))
     if cell and cell.settings:
-        button.style.button_color = shade((cell.samples_per_s or 0.0) / (fastest or 1.0))
+        button.style.button_color = mixed(SHADES, (cell.samples_per_s or 0.0) / (fastest or 1.0))
         button.style.text_color = "#000"
         button.tooltip = f"set {ROWS}={cell.precision} {COLUMNS}={cell.checkpointing} batch_size={cell.largest}"
         button.on_click(lambda _: ask(partial(found.apply, cell.precision, cell.checkpointing)))
@@ -93,13 +93,7 @@ def _label(text: str) -> Any:
 
 
 class TuneView(SearchView):
-    """Asks the session to tune, and for what fits.
-
-    Args:
-        session: what is tuned.
-        search: has something done that may take long.
-        ask: the same of what is done at once.
-    """
+    """Asks the session to tune, and for what fits."""
 
     def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
         self._budget = _text("budget", "the limit", "what may be reserved on a rank, such as 512MiB")

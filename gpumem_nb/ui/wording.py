@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from ..kernel.history import History
 from ..kernel.lifecycle import RESTARTING
 from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
-from ..report import leak_sentences
 from ..report.breakdown import place
 from ..report.configurations import Effect, Tried
 from ..report.differences import typed
+from ..report.freed import leak_headline, leak_what
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
 from ..shared import categories as c
@@ -258,8 +258,8 @@ def rescue(rescue: Rescue | None) -> str:
 def leak(found: Sequence[Leak]) -> str:
     """Return a card about memory that one holder keeps from step to step."""
     so_far = format_bytes(max(leak.bytes_so_far for leak in found))
-    heading = leak_sentences.headline(found)
-    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leak_sentences.what(found[0]), found[0].fix))
+    heading = leak_headline(found)
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leak_what(found[0]), found[0].fix))
     grown = f"<span>grown by <b>{escape(so_far)}</b></span>"
     return f"<div><h4>{escape(heading[:1].upper() + heading[1:])}</h4>{grown}{sentences}</div>"
 

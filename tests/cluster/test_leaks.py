@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.report.leak_sentences import headline
+from gpumem_nb.report.freed import leak_headline
 from gpumem_nb.session import Session
 from gpumem_nb.shared.messages import Leak
 from gpumem_nb.shared.workload import Workload
@@ -232,7 +232,7 @@ def test_a_planted_leak_is_found_within_50_steps_and_named(two_ranks: Session, c
     [note] = [note for note in run.notes if case.name in note]
     # The note is made when the first rank has found it, which may be a chunk before the other one.
     assert re.match("(rank 0|rank 1|ranks 0-1) keeps? ", note)
-    assert headline(of_ranks).startswith("ranks 0-1 keep ")
+    assert leak_headline(of_ranks).startswith("ranks 0-1 keep ")
     assert [event.text for event in session.history.events if event.kind == "leak"][-1] == note
 
 

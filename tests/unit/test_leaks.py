@@ -18,7 +18,7 @@ from gpumem_nb.memory.leaks.births import Births
 from gpumem_nb.memory.leaks.detector import LeakDetector
 from gpumem_nb.memory.leaks.graphs import Graphs
 from gpumem_nb.memory.leaks.holders import Holders, holder_on
-from gpumem_nb.report.leak_sentences import in_words
+from gpumem_nb.report.freed import leak_in_words
 from gpumem_nb.shared.messages import Leak, Sample
 from gpumem_nb.ui import wording
 
@@ -143,7 +143,7 @@ def test_a_leak_says_what_where_and_whose(module: Any) -> None:
     assert (leak.rank, leak.name, leak.shape, leak.dtype) == (3, "somebodys.kept", (10, 100), "torch.float32")
     assert (leak.bytes_per_step, leak.tensor_bytes) == (4000, 4000)
     assert leak.holder == f"list `somebodys.kept`, {len(module.kept) - (STEPS - 1 - leak.step)} elements"
-    assert in_words([leak]) == (
+    assert leak_in_words([leak]) == (
         f"rank 3 keeps 3.9 KiB more after every step. The largest part of that is a float32 tensor of 10×100 (3.9 KiB, "
         f"made at {leak.made_at}), held by {leak.holder}. Clear it once its contents were used, "
         "or bound it, for example with collections.deque(maxlen=10)."

@@ -17,6 +17,7 @@ import pytest
 
 from gpumem_nb.kernel.record import Record
 from gpumem_nb.report.runs import Row, Runs
+from gpumem_nb.report.runs.columns import latest
 from gpumem_nb.report.runs.files import ImportedRuns, packed, readable, unpacked
 from gpumem_nb.shared.errors import InvalidInput, SetupError, StateFileError
 from gpumem_nb.shared.knobs import KNOBS, Knob, register
@@ -111,18 +112,14 @@ def test_of_two_files_that_of_more_steps_says_how_a_run_went_on(record: Record) 
     assert record.rows()[0].steps == 300, "what this session measured itself stays"
 
 
-def test_what_does_not_fit_any_more_loses_the_curves_of_the_oldest(
+def test_of_more_rows_than_a_file_holds_those_that_began_last_are_kept(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [replace(row, began_s=row.began_s + row.number) for row in record.rows()]
-    size = len(json.dumps({"format": 1, "rows": [row.saved() for row in rows]}))
-    monkeypatch.setattr("gpumem_nb.report.runs.files._MOST_BYTES", size - 100)
+    rows = [replace(row, began_s=row.began_s - row.number) for row in record.rows()]
+    monkeypatch.setattr("gpumem_nb.report.runs.files._MOST_ROWS", 2)
     found, unread = unpacked(packed(rows))
-    assert (unread, [row.key for row in found]) == (0, [row.key for row in rows])
-    assert [len(row.curve) for row in found] == [0, 10, 0]
-    monkeypatch.setattr("gpumem_nb.report.runs.files._MOST_BYTES", 1500)
-    found, unread = unpacked(packed(rows))
-    assert (unread, [row.key for row in found]) == (0, [rows[2].key]), "then whole rows, the oldest first"
+    assert (unread, len(found)) == (0, 2)
+    assert [row.key for row in found] == [row.key for row in latest(rows, 2)]
 
 
 def test_what_comes_later_changes_no_number(record: Record) -> None:

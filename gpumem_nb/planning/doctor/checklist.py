@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...install.environment import COLOURS, EnvironmentReport
-from ...report.leak_sentences import headline
+from ...report.freed import leak_headline
 from ...report.sync import SyncReport
 from ...report.tables import Report, Table
 from ...shared.messages import Leak, RankInfo
@@ -19,7 +19,11 @@ SIMPLE = "digits-resnet"
 STEPS_FOR_LEAKS = 50
 """Within so many steps leaks were found (docs/memory.md); of fewer nothing is said."""
 _OK, _NOT_OK, _NOT_RUN = "ok", "not ok", "not run"
-_COLOURS = {_OK: COLOURS["ok"], _NOT_OK: COLOURS["missing"], _NOT_RUN: COLOURS["n/a"]}
+_COLOURS = {
+    ("state", _OK): COLOURS["ok"],
+    ("state", _NOT_OK): COLOURS["missing"],
+    ("state", _NOT_RUN): COLOURS["n/a"],
+}
 _MARKS = {True: _OK, False: _NOT_OK, None: _NOT_RUN}
 
 
@@ -155,7 +159,7 @@ def _split(sync: SyncReport | None, why_not: str) -> Check:
 def _grows(leaks: Sequence[Sequence[Leak]], steps: int) -> Check:
     question = "does memory stay as it is from step to step?"
     if leaks:
-        found = "\n".join(f"{headline(of_ranks)}, held by {of_ranks[0].holder}" for of_ranks in leaks)
+        found = "\n".join(f"{leak_headline(of_ranks)}, held by {of_ranks[0].holder}" for of_ranks in leaks)
         return Check(question, False, found, " ".join(dict.fromkeys(of_ranks[0].fix for of_ranks in leaks)))
     if steps < STEPS_FOR_LEAKS:
         return Check(question, None, f"{steps} steps are too few to tell", f"%hvd_train {STEPS_FOR_LEAKS}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -244,7 +244,7 @@ def latest(rows: Sequence[Row], most: int) -> list[Row]:
 def sortable(table: Table, values: Sequence[Sequence[Any]]) -> str:
     """Return the table for a notebook, whose headings sort it; ``values`` has a column of them for each."""
     places = json.dumps([ranks(column) for column in values])
-    return f"{SCROLLED}{replace(table, scrolls=True).html()}<script>{_SCRIPT.replace('PLACES', places)}</script></div>"
+    return f"{SCROLLED}{table.html(scrolls=True)}<script>{_SCRIPT.replace('PLACES', places)}</script></div>"
 
 
 def _key(value: Any) -> tuple[bool, float, str]:

@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from ...shared.state_file import as_path
 from ..tables import BEGIN as HTML
 from ..tables import page
 from ..written import Written, write_over
-from .curve import Curve
+from .columns import latest
 from .row import Row
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _unknown(value: Any) -> bool:
 
 FORMAT = 1
 _MOST_BYTES = 2**28  # unpacked: more was not written by this
-_FRAME_BYTES, _COMMA_BYTES = 64, 2  # around all rows, and between two of them
+_MOST_ROWS = 10_000  # of which none takes more than 20 KB
 _NOT_ROWS = (
     ValueError,
     TypeError,
@@ -91,18 +91,9 @@ _NOT_ROWS = (
 
 
 def packed(rows: Sequence[Row]) -> bytes:
-    """Rows as they are stored; beyond what :func:`unpacked` reads the oldest without their curves, or not at all."""
-    left = _MOST_BYTES - _FRAME_BYTES
-    texts: dict[str, str] = {}
-    for row in sorted(rows, key=lambda row: row.began_s, reverse=True):
-        for one in (row, replace(row, curve=Curve())):
-            text = json.dumps(one.saved())
-            if len(text) + _COMMA_BYTES <= left:
-                texts[row.key] = text
-                left -= len(text) + _COMMA_BYTES
-                break
-    kept = ", ".join(texts[row.key] for row in rows if row.key in texts)
-    return zlib.compress(f'{{"format": {FORMAT}, "rows": [{kept}]}}'.encode())
+    """Rows as they are stored; of more than :func:`unpacked` would read those that began last."""
+    kept = latest(rows, _MOST_ROWS)
+    return zlib.compress(json.dumps({"format": FORMAT, "rows": [row.saved() for row in kept]}).encode())
 
 
 @dataclass(frozen=True, slots=True)

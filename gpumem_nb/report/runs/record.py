@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from .files import NOTHING, write
 from .row import Row
 
 _HIGHEST_FIRST = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "headroom")
-_MARKS = {columns.BEST: "var(--jp-success-color0, #2e7d32)", "best, now": "var(--jp-success-color0, #2e7d32)"}
+_MARKS = dict.fromkeys([("mark", "best"), ("mark", "best, now")], "var(--jp-success-color0, #2e7d32)")
 _ABOUT = (
     "batch = micro-batch × accumulation × ranks; live peak, reserved and headroom (what reserved bytes leave free of "
     "the limit): worst rank; samples/s: all ranks, median ± half of what lies between the quarters of steps; best: "
@@ -35,6 +36,7 @@ FIGURES = (
 """Columns of :meth:`Runs.frame` that people sort by, besides knobs."""
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Runs(Report):
     """Every configuration tried, side by side; rows are named by their numbers.
 
@@ -43,27 +45,23 @@ class Runs(Report):
     with at least five steps that did not fail. Each run began where training stood at its flip: a later one may have
     begun lower.
 
-    Args:
+    Attributes:
         rows: by their numbers, or in the order in which they are to be shown.
-        note: keeps the user's words about the row with a key.
+        note_row: keeps the user's words about the row with a key.
         draw: shows the charts of two rows in a notebook.
-        unfolded: whether a table shows rows of one step, too.
-        around: what all rows say of these, where these are a part of them.
+        is_unfolded: whether a table shows rows of one step, too.
+        among: what all rows say of these, where these are a part of them.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        note: Callable[[str, str], None] = lambda key, text: None,
-        draw: Callable[[Comparison], None] | None = None,
-        unfolded: bool = False,
-        around: Around | None = None,
-    ) -> None:
-        self.rows = tuple(rows)
-        self._note = note
-        self._draw = draw
-        self._unfolded = unfolded
-        self._around = around or Around.of(self.rows)
+    rows: Sequence[Row]
+    note_row: Callable[[str, str], None] = lambda key, text: None
+    draw: Callable[[Comparison], None] | None = None
+    is_unfolded: bool = False
+    among: Around | None = None
+
+    @cached_property
+    def _around(self) -> Around:
+        return self.among or Around.of(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -86,11 +84,11 @@ class Runs(Report):
     @property
     def unfolded(self) -> Runs:
         """The same, whose table shows rows of one step, too."""
-        return Runs(self.rows, self._note, self._draw, True, self._around)
+        return replace(self, is_unfolded=True, among=self._around)
 
     def latest(self, most: int) -> Runs:
         """Those that began last, and that of now; what is best and the loss are still told beside all."""
-        return self._part(latest(self.rows, most))
+        return replace(self, rows=latest(self.rows, most), among=self._around)
 
     def sorted(self, by: str) -> Runs:
         """Return the rows sorted by a column of :meth:`frame`: throughput and headroom from the highest, others lowest.
@@ -104,10 +102,7 @@ class Runs(Report):
         if self.rows and by not in self.records[0]:
             raise InvalidInput(f"There is no column {by!r}: {nearest(by, self.records[0])}.")
         places = order([record[by] for record in self.records], highest_first=by in _HIGHEST_FIRST)
-        return self._part([self.rows[place] for place in places])
-
-    def _part(self, rows: Sequence[Row]) -> Runs:
-        return Runs(rows, self._note, self._draw, self._unfolded, self._around)
+        return replace(self, rows=[self.rows[place] for place in places], among=self._around)
 
     def compare(self, a: int, b: int) -> Comparison:
         """Two rows side by side: what was changed, what came of it, and which memory and which time moved.
@@ -115,7 +110,7 @@ class Runs(Report):
         Raises:
             InvalidInput: there is no such row.
         """
-        return Comparison(self[a], self[b], self._draw)
+        return Comparison(self[a], self[b], self.draw)
 
     def note(self, number: int, text: str) -> None:
         """Keep words of your own beside a row; an empty text takes them away.
@@ -123,7 +118,7 @@ class Runs(Report):
         Raises:
             InvalidInput: there is no such row.
         """
-        self._note(self[number].key, " ".join(str(text).split()))
+        self.note_row(self[number].key, " ".join(str(text).split()))
 
     def export(self, path: str | os.PathLike[str]) -> Written:
         """Write all rows to a file: ``.csv``, ``.parquet`` (needs pyarrow), or ``.html``, a page that sorts.
@@ -151,7 +146,7 @@ class Runs(Report):
 
     @cached_property
     def _shown(self) -> list[Row]:
-        return [row for row in self.rows if self._unfolded or not row.folds]
+        return [row for row in self.rows if self.is_unfolded or not row.folds]
 
     @cached_property
     def _columns(self) -> list[Column]:
@@ -162,13 +157,13 @@ class Runs(Report):
         found = self._columns
         rows = tuple(tuple(column.cell(row) for column in found) for row in self._shown)
         words = frozenset(column.heading for column in found if column.of_words)
-        return Table("", tuple(column.heading for column in found), rows, words, _MARKS, coloured=frozenset({"mark"}))
+        return Table("", tuple(column.heading for column in found), rows, words, _MARKS)
 
     @property
     def _notes(self) -> list[str]:
         shown = self._shown
         notes = [f"The same in all: {columns.the_same(shown)}."] if shown else []
-        if folded := [str(row.number) for row in self.rows if row.folds and not self._unfolded]:
+        if folded := [str(row.number) for row in self.rows if row.folds and not self.is_unfolded]:
             some = ", ".join(folded[:8]) + (" …" if len(folded) > 8 else "")
             which = f"run {some} is folded away: it" if len(folded) == 1 else f"runs {some} are folded away: each"
             notes.append(f"{which[:1].upper()}{which[1:]} has one step (%hvd_runs --all shows all).")

@@ -10,20 +10,14 @@ from ..style import GREY, LOOKS, VERMILION
 from .chart import Axes, Chart, Drawn, Place, straight_line
 from .view import View
 
-_LINES = {"highest rank": "solid", "lowest rank": "dot"}
-
 
 def _title(view: View) -> str:
     return f"Peak of each step, {view.unit}, rank {view.worst.rank if view.worst else 0}"
 
 
 def _traces(view: View, _: Axes) -> list[Any]:
-    return [*_bands(), *_lines(), _attempt()]
-
-
-def _bands() -> list[Any]:
-    """Return the bands: the categories of a recorded step hold until the next recorded one."""
-    return [
+    # The categories of a recorded step hold until the next recorded one.
+    bands = [
         go.Scatter(
             name=name,
             stackgroup="peak",
@@ -35,29 +29,23 @@ def _bands() -> list[Any]:
         )
         for name, look in LOOKS.items()
     ]
-
-
-def _lines() -> list[Any]:
-    """Thin, and distinguished by their dashes only: the colours are those of the categories."""
-    return [
+    # Thin, and distinguished by their dashes only: the colours are those of the categories.
+    lines = [
         go.Scatter(
             name=name,
             mode="lines",
             line={"color": GREY, "dash": dash, "width": 1.5, "shape": "hv"},
             hovertemplate="step %{x}: %{y:.1f}",
         )
-        for name, dash in _LINES.items()
+        for name, dash in (("highest rank", "solid"), ("lowest rank", "dot"))
     ]
-
-
-def _attempt() -> Any:
-    """Return the one that was too high."""
-    return go.Scatter(
+    too_high = go.Scatter(
         name="out of memory",
         mode="markers",
         marker={"symbol": "x", "size": 11, "color": VERMILION, "line": {"width": 1, "color": "white"}},
         hovertemplate="step %{x}: needed at least %{y:.1f}",
     )
+    return [*bands, *lines, too_high]
 
 
 def _draw(view: View, axes: Axes) -> Drawn:

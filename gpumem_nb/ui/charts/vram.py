@@ -25,28 +25,17 @@ def _title(view: View) -> str:
 
 
 def _traces(view: View, axes: Axes) -> list[Any]:
-    return [*_stacks(), *_truths(view, axes)]
-
-
-def _stacks() -> list[Any]:
-    """Return a trace for each category with its share of the ranks' peaks, and one for peaks that were not recorded."""
+    """Return the categories' shares of the ranks' peaks, peaks that were not recorded, and other readings."""
     looks = LOOKS | {"categories not known yet": UNKNOWN}
-    return [
+    stacks = [
         go.Bar(
             name=name,
             width=0.5,
-            marker={
-                "color": look.colour,
-                "line": {"width": 0},
-                **({"pattern": look.filling} if look.pattern else {}),
-            },
+            marker={"color": look.colour, "line": {"width": 0}, "pattern": look.filling if look.pattern else None},
             hovertemplate="%{y:.1f}",
         )
         for name, look in looks.items()
     ]
-
-
-def _truths(view: View, axes: Axes) -> list[Any]:
     common = {"hovertemplate": "%{y:.1f}"}
     across = {"symbol": "line-ew", "size": 30}
     spot = {"symbol": "circle", "size": 9, "color": "white", "line": {"width": 2, "color": "black"}}
@@ -54,6 +43,7 @@ def _truths(view: View, axes: Axes) -> list[Any]:
     outline = {"color": "rgba(0,0,0,0)", "line": {"width": 2, "color": GREY}}
     real = not view.virtual  # only of a real GPU more is in use than its allocator has reserved
     return [
+        *stacks,
         go.Bar(name="reserved", width=0.7, marker=outline, yaxis=axes.second_y, **common),
         go.Scatter(name="live now", mode="markers", marker=spot, **common),
         go.Scatter(name="device", mode="markers", marker=device, visible=real, **common),

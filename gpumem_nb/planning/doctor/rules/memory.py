@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from ....report.freed import held_by_cells as in_words_of_cells
-from ....report.leak_sentences import in_words
+from ....report.freed import leak_in_words
 from ....shared import categories as c
 from ....shared.forecast import ERRORS, RECORDED
 from ....shared.units import format_bytes
@@ -34,7 +34,7 @@ def leak(evidence: Evidence) -> Finding | None:
         "leak",
         WRONG,
         2,
-        in_words(fastest) + more,
+        leak_in_words(fastest) + more,
         {"per step_bytes": worst.bytes_per_step, "so far_bytes": worst.bytes_so_far, "steps until it is full": room},
     )
 
