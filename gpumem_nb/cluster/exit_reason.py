@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from contextlib import suppress
-from pathlib import Path
+
+from ..shared.processes import control_groups
 
 LAST_LINES = 3
 _BY_SIGNAL = re.compile(r"process rank (\d+) .*?exited on\s+signal (\d+)", re.DOTALL)
@@ -60,7 +60,7 @@ def explain(who: str, pid: int, exit_code: int | None, oom_kills: int | None, wo
         host: where, if not on this machine, whose logs then say nothing about it.
     """
     place = f" on host {host}" if host else ""
-    how = _how(pid, exit_code, None if host else oom_kills, here=not host)
+    how = _how(exit_code, None if host else oom_kills)
     return f"{who} (pid {pid}{place}) {how}." + (f" Its last lines: “{words}”." if words else "")
 
 
@@ -84,54 +84,16 @@ def _lines_of(text: str) -> list[str]:
 
 def oom_kills() -> int | None:
     """Return how many processes of this control group the system's out-of-memory killer has ended so far."""
-    for file in _counters():
-        with suppress(OSError, ValueError):
-            for line in file.read_text().splitlines():
-                name, _, count = line.partition(" ")
-                if name == "oom_kill":
-                    return int(count)
+    for group in control_groups("memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            with suppress(OSError, ValueError):
+                counts = dict(line.split() for line in (group / name).read_text().splitlines())
+                if "oom_kill" in counts:
+                    return int(counts["oom_kill"])
     return None
 
 
-def _counters() -> list[Path]:
-    root, files = Path("/sys/fs/cgroup"), []
-    with suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, place = line.split(":", 2)
-            if not controllers:
-                files += [root / place.lstrip("/") / "memory.events", root / "memory.events"]
-            elif "memory" in controllers.split(","):
-                files += [root / "memory" / place.lstrip("/") / "memory.oom_control"]
-                files += [root / "memory" / "memory.oom_control"]
-    return files
-
-
-def _system_log_blames_memory(pid: int) -> bool | None:
-    """Return whether the system's log says that this process was killed for memory; ``None`` if it cannot be read."""
-    try:
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        return any(f"Killed process {pid} " in line for line in _lines(log))
-    finally:
-        os.close(log)
-
-
-def _lines(log: int) -> list[str]:
-    lines = []
-    while True:
-        try:
-            lines.append(os.read(log, 8192).decode(errors="replace"))  # one message each
-        except BlockingIOError:
-            return lines
-        except BrokenPipeError:  # overwritten meanwhile; the next one is there
-            continue
-        except OSError:
-            return lines
-
-
-def _how(pid: int, exit_code: int | None, oom_kills: int | None, here: bool) -> str:
+def _how(exit_code: int | None, oom_kills: int | None) -> str:
     if exit_code is None:
         return "has ended"
     if exit_code >= 0:
@@ -139,10 +101,9 @@ def _how(pid: int, exit_code: int | None, oom_kills: int | None, here: bool) -> 
     how = f"was killed by signal {-exit_code} ({_name(-exit_code)})"
     if exit_code != -signal.SIGKILL:
         return how
-    blamed = _system_log_blames_memory(pid) if here else None
-    if blamed or oom_kills:
+    if oom_kills:
         return f"{how} by the system's out-of-memory killer: this machine's memory is full"
-    return how if blamed is False and oom_kills == 0 else f"{how}, perhaps by the system's out-of-memory killer"
+    return how if oom_kills == 0 else f"{how}, perhaps by the system's out-of-memory killer"
 
 
 def _name(number: int) -> str:

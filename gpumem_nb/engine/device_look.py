@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..memory.device import Device, opened
-from ..memory.leaks.graphs import saved_in
+from ..memory.leaks.holders import saved_in
 from ..memory.tensors import PLAIN, attributes
 from ..shared import cluster_records
 from ..shared.categories import GRADIENTS, OPTIMIZER_STATE, OTHER, PARAMETERS

@@ -25,7 +25,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from ..internals.horovod_internals import Activity, read_timeline
-from ..internals.profiler_internals import profiles, read_profile
+from ..internals.torch_internals import profiles, read_profile
 from ..shared.questions import BETWEEN, TIMELINE, TraceOrder, TracePart
 from ..shared.step_times import MEANING, Lap, StepLanes
 from .link.communicator import here

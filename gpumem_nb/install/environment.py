@@ -19,6 +19,7 @@ from typing import Any
 import pynvml
 
 from ..report.tables import Report, Table
+from ..shared.version import __version__
 from .mpi_tools import find_tool, mpi_version
 
 OLDEST_PYTHON = (3, 11)
@@ -223,3 +224,29 @@ def check_gpu(index: int, driver: str) -> Item:
     except pynvml.NVMLError as error:
         return Item(name, False, f"cannot be read: {error}", "nvidia-smi")
     return Item(name, True, f"{model}, {total / 2**30:.1f} GiB (driver {driver})")
+
+
+_PACKAGES = ("torch", "horovod", "ipyparallel", "numpy", "plotly", "jupyterlab")
+_NOT_KNOWN = "n/a"
+
+
+def versions() -> dict[str, str]:
+    """By name; ``n/a`` for what is not installed."""
+    found = {"gpumem_nb": __version__, "Python": platform.python_version()}
+    found |= {name: _of_package(name) for name in _PACKAGES}
+    return found | {"MPI": _of_mpi(), "system": f"{platform.system()} {platform.machine()}"}
+
+
+def _of_package(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return _NOT_KNOWN
+
+
+def _of_mpi() -> str:
+    mpiexec = find_tool("mpiexec")
+    try:
+        return mpi_version(mpiexec) if mpiexec else _NOT_KNOWN
+    except (OSError, subprocess.TimeoutExpired):
+        return _NOT_KNOWN

@@ -1,4 +1,4 @@
-"""Undocumented parts of torch, except for its profiler. Only for ranks.
+"""Undocumented parts of torch. Only for ranks.
 
 - Storages and tensors: ``_cdata`` (where the C++ object lies: Python makes a new storage object each time one asks),
   ``_version`` (counts changes in place), ``_base`` (what a view is one of), ``_unsafe_preserve_version_counter``.
@@ -21,6 +21,8 @@
   ``Module._apply``, which cannot convert them. What keeps a kernel written in Python from calling itself:
   ``_ExcludeDispatchKeyGuard``.
 - ``torch._foreach_norm`` (the norms of many tensors in few kernels; ``nn.utils.get_total_norm`` came after torch 2.4).
+- The profiler: ``torch.autograd.profiler._is_profiler_enabled`` (a second one that begins ends the first without a
+  word), and what its file says about its clock: times count from ``baseTimeNanoseconds``.
 - The CUDA allocator's history (``torch.cuda.memory._record_memory_history``, ``_dump_snapshot``), which torch documents
   as it is, underscore and all.
 
@@ -29,6 +31,7 @@ What is called for each tensor or operator is a plain attribute getter, as fast 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +44,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd, _current_autograd_node, _current_graph_task_id
+from torch.autograd import profiler as _profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -336,3 +340,21 @@ def record_allocations(enabled: bool, most_entries: int) -> None:
 def dump_allocations(path: str) -> None:
     """Write the CUDA allocator's state and history. Raises ``OSError``."""
     torch.cuda.memory._dump_snapshot(path)
+
+
+def profiles() -> bool:
+    """Return whether a profiler is on."""
+    return bool(_profiler._is_profiler_enabled)
+
+
+def read_profile(text: str, zero_ns: int) -> list[dict[str, Any]]:
+    """Return the events of a profile that was exported; ``ts`` is then in microseconds since the zero of a clock.
+
+    Args:
+        text: of the file.
+        zero_ns: where that zero lies, in nanoseconds since 1970.
+    """
+    profile = json.loads(text)
+    later_us = (profile.get("baseTimeNanoseconds", 0) - zero_ns) / 1000
+    events: list[dict[str, Any]] = profile["traceEvents"]
+    return [event | {"ts": round(event["ts"] + later_us, 3)} for event in events]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..install.versions import versions
+from ..install.environment import versions
 from ..report.freed import leak_in_words
 from ..report.tables import BEGIN, notes_html
 from ..report.written import Written, check_over, write_over

@@ -84,7 +84,7 @@ OWN = Path("/proc/self/cgroup")
 def cores() -> int:
     """Whole cores, at least 1; a quota of two and a half counts as two."""
     allowed = float(len(os.sched_getaffinity(0)))
-    for group in _groups("cpu"):
+    for group in control_groups("cpu"):
         with suppress(OSError, ValueError, ZeroDivisionError):
             quota, period = (group / "cpu.max").read_text().split()  # ``max 100000`` is no quota
             allowed = min(allowed, int(quota) / int(period))
@@ -97,7 +97,7 @@ def cores() -> int:
 def available_bytes() -> int:
     """Memory that can be used yet."""
     available = int(psutil.virtual_memory().available)
-    for group in _groups("memory"):
+    for group in control_groups("memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with suppress(OSError, ValueError):
                 free = int((group / limit).read_text()) - int((group / used).read_text()) + _cached_bytes(group)
@@ -113,7 +113,7 @@ def _cached_bytes(group: Path) -> int:
     return 0
 
 
-def _groups(controller: str) -> Iterator[Path]:
+def control_groups(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's control group and its parents, for version 2 or a controller of version 1."""
     with suppress(OSError):
         for line in OWN.read_text().splitlines():

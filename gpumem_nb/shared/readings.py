@@ -26,7 +26,7 @@ class Metric:
         help: one line for people.
         read: asks NVML, given the handles of the device and of the whole GPU that it is or is a MIG instance of. What
             pynvml raises, or a ``LookupError`` in words, becomes the reason why it is missing. ``None`` for what
-            ``memory/nvml.py`` works out itself.
+            ``memory/cuda.py`` works out itself.
         whole: whether it is a whole number.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpumem_nb.memory.virtual_gpu.replay import replay
+from gpumem_nb.memory.virtual_gpu.gpu import replay
 
 from .record import FORMAT
 

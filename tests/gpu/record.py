@@ -60,7 +60,7 @@ torch.cuda.memory._record_memory_history("all", context=None, max_entries=2_000_
 _before = torch.cuda.memory._snapshot()
 """
 END = """
-from gpumem_nb.memory.virtual_gpu.replay import events_of
+from tests.gpu.snapshots import events_of
 torch.cuda.synchronize()
 _stats = torch.cuda.memory_stats()
 _events = events_of(_before, torch.cuda.memory._snapshot(), torch.cuda.current_device())

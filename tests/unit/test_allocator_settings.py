@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from gpumem_nb.memory.virtual_gpu.replay import replay
+from gpumem_nb.memory.virtual_gpu.gpu import replay
 from gpumem_nb.shared import allocator_settings
 from gpumem_nb.shared.allocator_settings import DEFAULT, NAMES, USUAL, VARIABLES, AllocatorSettings, in_force, variable
 from gpumem_nb.shared.errors import InvalidInput

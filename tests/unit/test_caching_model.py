@@ -130,7 +130,7 @@ def test_empty_cache_releases_only_what_no_tensor_holds(gpu: VirtualGPU) -> None
 
 @on_virtual_gpu
 def test_replaying_what_happened_reserves_the_same(gpu: VirtualGPU) -> None:
-    from gpumem_nb.memory.virtual_gpu.replay import replay
+    from gpumem_nb.memory.virtual_gpu.gpu import replay
 
     chance = random.Random(4)
     events: list[int] = []
@@ -153,7 +153,7 @@ def test_replaying_what_happened_reserves_the_same(gpu: VirtualGPU) -> None:
 
 @on_virtual_gpu
 def test_what_is_held_is_replayed_from_where_it_lies(gpu: VirtualGPU) -> None:
-    from gpumem_nb.memory.virtual_gpu.replay import replay
+    from gpumem_nb.memory.virtual_gpu.gpu import replay
 
     chance = random.Random(7)
     held = [tensor(int(2 ** chance.uniform(4, 24))) for _ in range(600)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from gpumem_nb.cluster import exit_reason
+from gpumem_nb.shared import processes
 
 KILLED = """\
 something the rank said
@@ -77,21 +79,35 @@ def test_the_last_words_are_the_rank_s_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blamed", "oom_kills", "words"),
+    ("oom_kills", "words"),
     [
-        (True, 0, "by the system's out-of-memory killer: this machine's memory is full"),
-        (False, 1, "by the system's out-of-memory killer: this machine's memory is full"),
-        (None, None, "perhaps by the system's out-of-memory killer"),
-        (False, None, "perhaps by the system's out-of-memory killer"),
-        (None, 0, "perhaps by the system's out-of-memory killer"),
-        (False, 0, "signal 9 (SIGKILL)."),
+        (1, "by the system's out-of-memory killer: this machine's memory is full"),
+        (None, "perhaps by the system's out-of-memory killer"),
+        (0, "signal 9 (SIGKILL)."),
     ],
 )
-def test_the_out_of_memory_killer_is_named_as_surely_as_it_is_known(
-    blamed: bool | None, oom_kills: int | None, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exit_reason, "_system_log_blames_memory", lambda pid: blamed)
+def test_the_out_of_memory_killer_is_named_as_surely_as_it_is_known(oom_kills: int | None, words: str) -> None:
     assert words in exit_reason.explain("Rank 1", 7, -signal.SIGKILL, oom_kills, "")
+
+
+@pytest.mark.parametrize(
+    ("own", "counter", "text", "kills"),
+    [
+        ("0::/box\n", "box/memory.events", "low 0\noom 3\noom_kill 2\n", 2),
+        ("0::/elsewhere\n", "memory.events", "oom_kill 1\n", 1),
+        ("4:memory:/box\n0::/\n", "memory/box/memory.oom_control", "oom_kill_disable 0\noom_kill 5\n", 5),
+        ("0::/\n", "memory.other", "oom_kill 5\n", None),
+    ],
+)
+def test_the_control_group_counts_what_was_killed_for_memory(
+    own: str, counter: str, text: str, kills: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(processes, "OWN", tmp_path / "own")
+    (tmp_path / "own").write_text(own)
+    (tmp_path / "cgroup" / counter).parent.mkdir(parents=True)
+    (tmp_path / "cgroup" / counter).write_text(text)
+    assert exit_reason.oom_kills() == kills
 
 
 def test_other_signals_do_not_bring_up_memory() -> None:

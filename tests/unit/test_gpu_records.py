@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpumem_nb.memory.virtual_gpu.replay import replay
+from gpumem_nb.memory.virtual_gpu.gpu import replay
 from tests.gpu import prepare
 from tests.gpu.check import problems
 from tests.gpu.record import FOLDER, FORMAT, LARGE, SMALL, grid

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from gpumem_nb.memory.leaks.growth import Growth
+from gpumem_nb.memory.leaks.detector import Growth
 from tests.timing import slowness
 
 REST = 10_000_000

@@ -16,15 +16,7 @@ import psutil
 import pynvml
 import pytest
 
-from gpumem_nb.install import (
-    environment,
-    horovod_build,
-    horovod_compile,
-    horovod_proof,
-    horovod_source,
-    horovod_target,
-    mpi_tools,
-)
+from gpumem_nb.install import environment, horovod_build, horovod_compile, horovod_source, horovod_target, mpi_tools
 from gpumem_nb.install.horovod_target import Target
 from gpumem_nb.shared.errors import SetupError
 
@@ -363,7 +355,7 @@ def test_build_percentage_is_the_last_one_in_the_log(tmp_path: Path) -> None:
 @pytest.mark.cluster
 def test_proof_sums_over_two_real_ranks_and_leaves_nothing_running() -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    horovod_proof.prove(horovod_target.detect("auto", horovod_build.RECIPE))
+    horovod_build.prove(horovod_target.detect("auto", horovod_build.RECIPE))
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
 
 
@@ -371,9 +363,9 @@ def test_proof_sums_over_two_real_ranks_and_leaves_nothing_running() -> None:
 def test_proof_that_does_not_end_is_stopped_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     mark = uuid.uuid4().hex
     monkeypatch.setenv("PROOF_OF_TEST", mark)
-    monkeypatch.setattr(horovod_proof, "PROOF_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(horovod_build, "PROOF_TIMEOUT_S", 0.5)
     with pytest.raises(SetupError, match="were stopped"):
-        horovod_proof.prove(horovod_target.detect("auto", horovod_build.RECIPE))
+        horovod_build.prove(horovod_target.detect("auto", horovod_build.RECIPE))
     assert not [process for process in psutil.process_iter() if environment_of(process).get("PROOF_OF_TEST") == mark]
 
 

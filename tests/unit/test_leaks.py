@@ -16,8 +16,7 @@ from torch.utils.data import default_collate
 import gpumem_nb
 from gpumem_nb.memory.leaks.births import Births
 from gpumem_nb.memory.leaks.detector import LeakDetector
-from gpumem_nb.memory.leaks.graphs import Graphs
-from gpumem_nb.memory.leaks.holders import Holders, holder_on
+from gpumem_nb.memory.leaks.holders import Graphs, Holders, holder_on
 from gpumem_nb.report.freed import leak_in_words
 from gpumem_nb.shared.messages import Leak, Sample
 from gpumem_nb.ui import wording

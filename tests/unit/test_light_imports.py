@@ -12,8 +12,7 @@ import importlib, pkgutil, sys
 import gpumem_nb
 from gpumem_nb.kernel.logs import Logs
 
-ON_RANKS = ("engine", "memory", "workloads", "internals.torch", "internals.horovod", "internals.fake",
-            "internals.profiler", "install.horovod_proof")
+ON_RANKS = ("engine", "memory", "workloads", "internals.torch", "internals.horovod", "internals.fake")
 for module in pkgutil.walk_packages(gpumem_nb.__path__, "gpumem_nb."):
     if not module.name.removeprefix("gpumem_nb.").startswith(ON_RANKS):
         importlib.import_module(module.name)

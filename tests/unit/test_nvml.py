@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pynvml
 import pytest
 
-from gpumem_nb.memory.nvml import Nvml
+from gpumem_nb.memory.cuda import Nvml
 from gpumem_nb.shared import gpus
 from gpumem_nb.shared.messages import DeviceUse
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from gpumem_nb.memory.ledger.trace import CODE, Trace
-from gpumem_nb.memory.prediction.forecast import forecast, largest
-from gpumem_nb.memory.prediction.scaling import SmallSteps
-from gpumem_nb.memory.virtual_gpu.replay import NOTHING_HELD
+from gpumem_nb.memory.prediction import SmallSteps, forecast, largest
+from gpumem_nb.memory.virtual_gpu.gpu import NOTHING_HELD
 from gpumem_nb.planning.fit import verdict, worst
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT
 from gpumem_nb.shared.allocator_settings import DEFAULT, AllocatorSettings

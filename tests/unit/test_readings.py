@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pynvml
 import pytest
 
-from gpumem_nb.memory.nvml import Nvml
+from gpumem_nb.memory.cuda import Nvml
 from gpumem_nb.report.memory import MemoryReport, RankMemory
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import DeviceUse

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.memory.virtual_gpu.replay import Replayed, events_of, replay
+from gpumem_nb.memory.virtual_gpu.gpu import Replayed, replay
 from gpumem_nb.shared.errors import InvalidInput
+from tests.gpu.snapshots import events_of
 
 MIB = 2**20
 SMALL, MIDDLE = 2 * MIB, 20 * MIB  # segments for up to 1 MiB, and for up to 10 MiB

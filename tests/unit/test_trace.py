@@ -10,7 +10,7 @@ import pytest
 
 from gpumem_nb.engine.tracing import FLIGHTS, HOROVOD, STEPS, horovod_events, step_events, torch_events, window_of
 from gpumem_nb.internals.horovod_internals import Activity, read_timeline
-from gpumem_nb.internals.profiler_internals import read_profile
+from gpumem_nb.internals.torch_internals import read_profile
 from gpumem_nb.kernel.questions.tracing import unpacked
 from gpumem_nb.report.step_time import behind
 from gpumem_nb.shared.errors import WorkloadError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
-from gpumem_nb.internals import profiler_internals, torch_internals
+from gpumem_nb.internals import torch_internals
 from tests.unit.private_parts import checks, must
 
 
@@ -322,12 +322,12 @@ def profile_clock() -> None:
         began_us = time.perf_counter_ns() / 1000
         torch.ones(2).square()
         ended_us = time.perf_counter_ns() / 1000
-        must(profiler_internals.profiles(), "it is not seen that one is on")
-    must(not profiler_internals.profiles(), "one is on for ever")
+        must(torch_internals.profiles(), "it is not seen that one is on")
+    must(not torch_internals.profiles(), "one is on for ever")
     zero_ns = time.time_ns() - time.perf_counter_ns()
     with TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/profile.json")
-        events = profiler_internals.read_profile(Path(f"{folder}/profile.json").read_text(), zero_ns)
+        events = torch_internals.read_profile(Path(f"{folder}/profile.json").read_text(), zero_ns)
     (square,) = [event for event in events if event["name"] == "aten::square"]
     must(began_us - 100 < square["ts"] <= square["ts"] + square["dur"] < ended_us + 100, f"{began_us} {square}")
 

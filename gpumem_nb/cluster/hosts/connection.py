@@ -1,6 +1,6 @@
-"""Another host as the kernel sees it: a steward that stands in for the kernel there, reached over ssh.
+"""Other hosts as the kernel sees them: stewards that stand in for the kernel there, reached over ssh.
 
-The host counts as lost when ssh's connection ends, and only then. ssh asks the ssh server for an answer and ends when
+A host counts as lost when ssh's connection ends, and only then. ssh asks the ssh server for an answer and ends when
 none comes, so a network or a machine that is down shows within :data:`SILENCE_S`, while a steward, an ssh or a kernel
 that is merely slow or stopped ends nothing. A whole machine that is paused looks like one that is down: its ranks
 cannot be told from dead ones, and are given up.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import secrets
 import select
 import shlex
 import subprocess
@@ -223,3 +224,80 @@ class RemoteRank(NamedTuple):
 def ranks_on(host: RemoteHost, ranks: Sequence[Identity | RemoteRank]) -> dict[int, RemoteRank]:
     """Those of all ranks that run on a host, by number."""
     return {rank: who for rank, who in enumerate(ranks) if isinstance(who, RemoteRank) and who.host is host}
+
+
+class RemoteHosts:
+    """The other hosts of a cluster, if any.
+
+    Args:
+        hosts: all of them, this machine included and first; nothing changes when there are none.
+        profile: the cluster's own folder.
+        opening: what the stewards need first (the arguments of :class:`.steward.Steward`).
+    """
+
+    def __init__(self, hosts: Sequence[Host], profile: Path, opening: dict[str, Any]) -> None:
+        self._all = hosts
+        self._profile = profile
+        self._opening = opening
+        self.hosts: list[RemoteHost] = []
+
+    def open(self, deadline: float) -> None:
+        """Reach every host.
+
+        Raises:
+            StartError: one cannot be reached, or reaches this machine at another address than the others.
+        """
+        for host in self._all:
+            if not host.here:
+                self.hosts.append(RemoteHost(host, self._profile / f"ssh-{host.name}.txt", self._opening))
+        for remote in self.hosts:
+            remote.meet(deadline)
+        if len(seen := {remote.kernel_address for remote in self.hosts}) > 1:
+            raise StartError(
+                f"The hosts reach this machine at different addresses ({', '.join(sorted(seen))}): name hosts of one "
+                "network only."
+            )
+
+    def controller_arguments(self) -> list[str]:
+        """Only engines on other hosts come from beyond loopback."""
+        if not self._all:
+            return []
+        # Besides CurveZMQ ipyparallel's key, which it would leave out; in a file, not where lists of processes show it.
+        settings = self._profile / "ipcontroller_config.py"
+        with open(os.open(settings, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(f"c.Session.key = {secrets.token_hex(32).encode()!r}\nc.IPController.enable_curve = True\n")
+        return [f"--IPController.engine_ip={self.hosts[0].kernel_address}"] if self.hosts else []
+
+    def hand_over(self, connection_file: Path) -> None:
+        """Tell the stewards how engines find the controller."""
+        for remote in self.hosts:
+            remote.order("connect", connection_file.name, json.loads(connection_file.read_text()))
+
+    def rank(self, machine: str, pid: int) -> RemoteRank | None:
+        """Return the rank with this pid on that machine; ``None`` when that is no other host."""
+        return next((RemoteRank(remote, pid) for remote in self.hosts if remote.machine == machine), None)
+
+    def look_after(self, ranks: Sequence[Identity | RemoteRank]) -> None:
+        """Have the stewards look after their ranks."""
+        for remote in self.hosts:
+            remote.order("watch", [who.pid for who in ranks_on(remote, ranks).values()])
+
+    @property
+    def networks(self) -> list[str]:
+        """Over which this machine and the others reach each other."""
+        return sorted(set().union(*(remote.networks for remote in self.hosts)))
+
+    @property
+    def connections(self) -> list[Identity]:
+        """The processes that hold the connections to the other hosts."""
+        return [remote.ssh for remote in self.hosts if remote.ssh and remote.ssh.runs]
+
+    def dismiss(self) -> None:
+        """Have everything ended that runs on the other hosts."""
+        for remote in self.hosts:
+            remote.dismiss()
+
+    def close(self) -> None:
+        """Wait until that is done."""
+        for remote in self.hosts:
+            remote.close()

@@ -24,8 +24,7 @@ from ...shared.answers import Progress
 from ...shared.errors import StartError
 from ...shared.messages import RankInfo
 from ...shared.processes import STOPPED, Identity, identify
-from ..hosts.connection import RemoteRank
-from ..hosts.group import RemoteHosts
+from ..hosts.connection import RemoteHosts, RemoteRank
 from ..hosts.parsing import Host
 from . import ipyparallel_cluster
 

@@ -1,16 +1,63 @@
-"""Ranks started by Open MPI's ``mpiexec``, on this machine or on several hosts that ssh reaches."""
+"""Ranks started by Open MPI's ``mpiexec``, on this machine or on several hosts that ssh reaches.
+
+PRRTE, Open MPI's launcher, listens on every interface for daemons on other hosts, even when there are none, and none of
+its settings changes that: a preloaded library keeps its ports on the loopback interface.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shlex
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import platformdirs
 
 from ...install.mpi_tools import LAUNCH_VARIABLES, require_tool
 from ...shared.allocator_settings import VARIABLES
 from .. import exit_reason
-from . import loopback
 from .base import Job, Launcher
+
+_SOURCE = Path(__file__).with_name("loopback.c")
+_COMPILE_TIMEOUT_S = 60
+
+
+def _loopback_variables() -> dict[str, str]:
+    """Return what mpiexec's environment needs; nothing where there is no C compiler, and its ports stay as they are."""
+    library = _library()
+    if library is None:
+        return {}
+    return {"LD_PRELOAD": ":".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))}
+
+
+def _loopback_arguments() -> list[str]:
+    """Gives the ranks the environment that they would have had: what people's code binds is their business."""
+    return ["-x", f"LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}"] if _library() else []
+
+
+@cache
+def _library() -> Path | None:
+    """Return the compiled library, built once into the user's cache."""
+    key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    target = platformdirs.user_cache_path("gpumem_nb") / "loopback" / f"loopback-{os.uname().machine}-{key}.so"
+    if not target.exists():
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                built = Path(folder) / target.name
+                compiler = shlex.split(os.environ.get("CC") or "cc")
+                command = [*compiler, "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(built), "-ldl"]
+                subprocess.run(command, capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=True)
+                built.replace(target)  # so that no process loads half a library
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return None if set(str(target)) & set(" :") else target  # which separate the entries of LD_PRELOAD
+
 
 SMALL_LIMIT_BYTES = 2 * 2**30
 _SAID_BY_MPIEXEC = re.compile(r"^-{40,}$.*?^-{40,}$", re.MULTILINE | re.DOTALL)
@@ -41,7 +88,7 @@ class MpiLauncher(Launcher):
         if self.remote_hosts.hosts:
             more, arguments = self._variables_between_hosts(), []
         else:
-            more, arguments = loopback.variables(), loopback.arguments()
+            more, arguments = _loopback_variables(), _loopback_arguments()
         return {
             "MPIEngineSetLauncher": {
                 "mpi_cmd": self._command,

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from ...memory.ledger.trace import Trace
-from ...memory.prediction.forecast import forecast, from_the_start
-from ...memory.prediction.scaling import SmallSteps
+from ...memory.prediction import SmallSteps, forecast, from_the_start
 from ...shared.categories import COMMUNICATION
 from ...shared.errors import GpumemError, InvalidInput, WorkloadError, text_of
 from ...shared.forecast import (

@@ -23,13 +23,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ...internals.fake_internals import copied_as_fake, fake_constant, fake_mode, has_constant, modes_set_aside
-from ...internals.torch_internals import (
-    TorchDispatchMode,
-    step_hooks_held_back,
-    stepped_by_others,
-)
+from ...internals.torch_internals import TorchDispatchMode, step_hooks_held_back, stepped_by_others
 from ...memory.device import Device
-from ...memory.ledger.foreseen import Foreseen, UpdateLog
+from ...memory.ledger.events import Foreseen, UpdateLog
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ..random_state import set_aside

@@ -12,8 +12,7 @@ from typing import Protocol
 
 from ...memory.device import Device, leaving_no_cache
 from ...memory.ledger.trace import Trace
-from ...memory.prediction.forecast import forecast, largest
-from ...memory.prediction.scaling import SmallSteps
+from ...memory.prediction import SmallSteps, forecast, largest
 from ...memory.tensors import tensors_in
 from ...shared.allocator_settings import AllocatorSettings
 from ...shared.categories import CATEGORIES, OPTIMIZER_STATE, PARAMETERS

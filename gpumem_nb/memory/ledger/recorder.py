@@ -17,8 +17,7 @@ from ...shared.messages import Reading
 from ..device import Listened
 from ..tensors import tensors_in
 from .account import Account, Claim, Mark, Observed
-from .events import Events
-from .foreseen import Foreseen
+from .events import Events, Foreseen
 
 _Pack = Callable[[Tensor], Any]
 _Unpack = Callable[[Any], Tensor]

@@ -1,1 +1,0 @@
-"""Forecasts of a step under other settings: recorded small, scaled to any batch size, and replayed."""
