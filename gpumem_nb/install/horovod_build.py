@@ -36,6 +36,8 @@ from .mpi_tools import LAUNCH_VARIABLES, require_tool
 
 RECIPE = 6
 """Raised with every change to the patches or the build's environment, so that older wheels are not taken for new."""
+PROOF_TIMEOUT_S = 120
+RANKS = 2
 
 
 def cache_folder() -> Path:
@@ -129,63 +131,6 @@ def install(wheel: Path) -> None:
         )
 
 
-def ensure(gpu: str = "auto", force: bool = False) -> Path:
-    """Build (or take from the cache), install and prove Horovod; return the wheel's path.
-
-    Args:
-        gpu: ``nccl``, ``staged`` or ``auto``; without meaning for a CPU torch.
-        force: build again even if the cache has it.
-
-    Raises:
-        SetupError: one sentence with the remedy and, once the compiler ran, the path of its log.
-    """
-    target = detect(gpu, RECIPE)
-    cache = cache_folder()
-    with only_builder(cache):
-        wheel = obtain_wheel(target, cache, force)
-        if not is_installed(wheel):
-            with long_step("Installing Horovod"):
-                install(wheel)
-    with long_step("Proving Horovod with an all-reduce of two ranks"):
-        prove(target)
-    return wheel
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Return the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gpumem_nb.install.horovod_build", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "--gpu", choices=GPU_MODES, default="auto", help="how GPU tensors are reduced (CUDA torch only)"
-    )
-    parser.add_argument("--force", action="store_true", help="build again even if the cache has the wheel")
-    options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated build must end its compilers too
-    try:
-        wheel = ensure(options.gpu, options.force)
-    except SetupError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except subprocess.TimeoutExpired as error:
-        asked = " ".join(map(str, error.cmd))
-        print(f"No answer in {error.timeout:.0f} s, try again when the machine is less busy: {asked}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("Stopped. Nothing is left running; start it again whenever you like.", file=sys.stderr)
-        return 130
-    print(f"Horovod {VERSION} is ready. Its wheel: {wheel}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
-
-
-PROOF_TIMEOUT_S = 120
-RANKS = 2
-
-
 def prove(target: Target) -> None:
     """Run the two-rank all-reduce.
 
@@ -240,3 +185,56 @@ def reason(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "error:" in line or line.startswith("rank ")]
     return (telling or lines or ["they said nothing"])[0].rstrip(".")
+
+
+def ensure(gpu: str = "auto", force: bool = False) -> Path:
+    """Build (or take from the cache), install and prove Horovod; return the wheel's path.
+
+    Args:
+        gpu: ``nccl``, ``staged`` or ``auto``; without meaning for a CPU torch.
+        force: build again even if the cache has it.
+
+    Raises:
+        SetupError: one sentence with the remedy and, once the compiler ran, the path of its log.
+    """
+    target = detect(gpu, RECIPE)
+    cache = cache_folder()
+    with only_builder(cache):
+        wheel = obtain_wheel(target, cache, force)
+        if not is_installed(wheel):
+            with long_step("Installing Horovod"):
+                install(wheel)
+    with long_step("Proving Horovod with an all-reduce of two ranks"):
+        prove(target)
+    return wheel
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gpumem_nb.install.horovod_build", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--gpu", choices=GPU_MODES, default="auto", help="how GPU tensors are reduced (CUDA torch only)"
+    )
+    parser.add_argument("--force", action="store_true", help="build again even if the cache has the wheel")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated build must end its compilers too
+    try:
+        wheel = ensure(options.gpu, options.force)
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except subprocess.TimeoutExpired as error:
+        asked = " ".join(map(str, error.cmd))
+        print(f"No answer in {error.timeout:.0f} s, try again when the machine is less busy: {asked}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Stopped. Nothing is left running; start it again whenever you like.", file=sys.stderr)
+        return 130
+    print(f"Horovod {VERSION} is ready. Its wheel: {wheel}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

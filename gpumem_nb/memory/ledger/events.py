@@ -26,7 +26,7 @@ class Base:
 
     Attributes:
         foreign_bytes: the part that other threads had asked for.
-        layout: where it lay in the caching allocator's segments, as :func:`..virtual_gpu.replay.replay` takes it;
+        layout: where it lay in the caching allocator's segments, as :func:`..virtual_gpu.gpu.replay` takes it;
             empty where that is not known.
         allocator: how the caching allocator is set.
     """
