@@ -1,4 +1,4 @@
-"""JupyterLab and a browser, for the tests of a module."""
+"""A browser for the tests of a module, and JupyterLab, which modules share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, expect
 
-from .lab import TIMEOUT_S, Lab, browser, chromium
+from .lab import TIMEOUT_S, Lab, browser, chromium, started
 
 expect.set_options(timeout=TIMEOUT_S * 1000)  # playwright's own 5 s are too short for a busy machine
 
@@ -21,15 +21,11 @@ def chrome() -> Iterator[Browser]:
         if os.environ.get("CI") == "true":
             pytest.fail(missing)
         pytest.skip(missing)
-    with browser(path) as started:
-        yield started
+    with browser(path) as chrome:
+        yield chrome
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
-    started = Lab()
-    try:
-        started.wait_until_up()
-        yield started
-    finally:
-        started.stop()
+    with started() as lab:
+        yield lab

@@ -132,6 +132,17 @@ class Lab:
         return notebook
 
 
+@contextmanager
+def started() -> Iterator[Lab]:
+    """Start one and wait for it; end it."""
+    lab = Lab()
+    try:
+        lab.wait_until_up()
+        yield lab
+    finally:
+        lab.stop()
+
+
 class Notebook:
     """A notebook open in JupyterLab, and a second line to its kernel."""
 

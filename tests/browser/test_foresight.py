@@ -14,7 +14,7 @@ from .lab import Lab
 from .layout import expect_tidy
 from .panel_page import SET_DEFAULTS, PanelPage, open_panel
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,6 @@ def test_every_flip_is_foreseen_at_its_knob(panel: PanelPage) -> None:
     expect(flips).to_have_count(0)
 
 
-@pytest.mark.full
 def test_the_critical_batch_stands_in_the_field_of_the_batch_beside_its_number(panel: PanelPage) -> None:
     panel.notebook.evaluate("s.train(12) and None")
     words = ".gpumem-panel .gpumem-critical span[title]"

@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, expect
 
 from .lab import Lab, Notebook
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 
 START = "import gpumem_nb as gm\ns = gm.start(2, device='cpu', memory_limit='96MiB')\ns.load('digits-resnet');"
 DOCK = "s.panel().dock();"

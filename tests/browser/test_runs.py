@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
+from tests.tiers import every, first_tier
+
 from .lab import Lab, Notebook
 
 pytestmark = pytest.mark.browser
@@ -62,7 +64,7 @@ def test_two_runs_are_drawn_below_their_table(notebook: Notebook) -> None:
     assert cell.locator(".js-plotly-plot .scatterlayer .trace").count() == 6
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", first_tier(["light", "dark"], every(2)))
 def test_a_report_opens_without_network_and_kernel(notebook: Notebook, lab: Lab, chrome: Browser, scheme: Any) -> None:
     notebook.run(3)
     context = chrome.new_context(viewport={"width": 1300, "height": 900}, offline=True, color_scheme=scheme)
