@@ -40,7 +40,9 @@ class CriticalPath:
         queued_s: as :class:`StepTimes` has it, as the mean of the last rank.
     """
 
-    def __init__(self, samples: Sequence[Sequence[Sample]], steps: Sequence[tuple[StepTimes, ...]]) -> None:
+    def __init__(
+        self, samples: Sequence[Sequence[Sample]], steps: Sequence[tuple[StepTimes, ...]], since_step: int
+    ) -> None:
         self.samples = samples
         lasts = [max(range(len(step)), key=[_work_s(times) for times in step].__getitem__) for step in steps]
         self._last = [step[last] for step, last in zip(steps, lasts, strict=True)]
@@ -50,8 +52,8 @@ class CriticalPath:
         self.step_s = self.mean(lambda times: times.total_s)
         self.queued_s = self.mean(queued_s)
         now = next((row[-1].settings_id for row in samples if row), 0)
-        ledgers = (one.ledger for one in reversed(samples[self.rank]) if one.ledger and one.settings_id == now)
-        ledger = next(ledgers, None)
+        latest = (one for one in reversed(samples[self.rank]) if one.settings_id == now and one.step > since_step)
+        ledger = next((one.ledger for one in latest if one.ledger), None)
         self.operators, self.exact = (ledger.operators, ledger.exact) if ledger else (0, True)
 
     @classmethod
@@ -60,8 +62,7 @@ class CriticalPath:
         steps = list(_by_step([judged(of_rank, since_step) for of_rank in samples]).values())[-MOST_STEPS:]
         steps.sort(key=lambda step: max(times.total_s for times in step))
         kept = steps[: len(steps) - round(_SLOWEST_SHARE * len(steps))]
-        after = [[one for one in of_rank if one.step > since_step] for of_rank in samples]
-        return cls(after, kept) if len(steps) >= FEWEST_STEPS else None
+        return cls(samples, kept, since_step) if len(steps) >= FEWEST_STEPS else None
 
     def mean(self, seconds: Callable[[StepTimes], float]) -> float:
         """Of the last rank, over the steps."""

@@ -192,6 +192,13 @@ def test_since_when_a_rank_is_slow() -> None:
     assert "Rank 1 is slow since step 61:" in found.sentence
 
 
+def test_a_rank_that_a_cell_has_made_slow_is_slow_since_that_cell() -> None:
+    made = rows(lambda rank, number: step({FORWARD: 0.06 * (rank == 1 and number > 30)}), steps=60)
+    found = first(made, 30, Circumstances(Settings(), [info(rank, cores=(rank,)) for rank in range(2)], LOADED))
+    assert found
+    assert "Rank 1 is slow since step 31:" in found.sentence
+
+
 def test_what_cannot_be_changed_is_not_offered() -> None:
     fixed = dataclasses.replace(LOADED, data=DataInfo(iterable=True))
     assert verdict(alike(data=0.05), workload=fixed).changes == {}
