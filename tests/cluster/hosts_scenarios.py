@@ -67,7 +67,7 @@ def nothing_is_left(kept: tuple[tuple[Identity, ...], list[Path]], within_s: flo
     assert in_time(time.monotonic() - began, within_s)
 
 
-def trains_is_closed_to_others_can_be_interrupted_and_lives_on_when_processes_are_silent() -> None:
+def trains_is_closed_to_others_and_can_be_interrupted() -> None:
     session = loaded()
     assert [info.host for info in session.ranks] == ["a", "b"], "this machine comes first"
     assert session.train(3).steps == 3
@@ -87,10 +87,6 @@ def trains_is_closed_to_others_can_be_interrupted_and_lives_on_when_processes_ar
     session.set(batch_size=16)
     session.pause()
     assert len(weights(session)) == 1
-    here = internals.silent_ones_of(session)
-    silent(session, lambda name: [who.signal(name) for who in here])
-    (steward,) = (line.split()[0] for line in on_b("ps", "-eo", "pid,args").splitlines() if STEWARD.search(line))
-    silent(session, lambda name: on_b("kill", f"-{int(name)}", steward))
     kept = traces(session)
     began = time.monotonic()
     session.stop()
@@ -138,6 +134,15 @@ def a_trace_has_both_hosts_side_by_side(session: Session) -> None:
         assert max(began, other[1]) < min(ended, other[2]), "both took it at the same time"
     left = on_b("find", str(internals.connection_files_of(session).parent), "-name", "trace.*")
     assert not left, "both hosts keep nothing"
+
+
+def lives_on_when_processes_are_silent() -> None:
+    session = loaded()
+    here = internals.silent_ones_of(session)
+    silent(session, lambda name: [who.signal(name) for who in here])
+    (steward,) = (line.split()[0] for line in on_b("ps", "-eo", "pid,args").splitlines() if STEWARD.search(line))
+    silent(session, lambda name: on_b("kill", f"-{int(name)}", steward))
+    session.stop()
 
 
 def silent(session: Session, send: Callable[[signal.Signals], object]) -> None:

@@ -12,6 +12,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import Interrupted, InvalidInput, TrainingFailed
 from tests.cluster.stop_button import PROMPT_S, Stop
 from tests.conftest import SMALL, weights
+from tests.tiers import every, first_tier
 from tests.timing import in_time, until
 
 pytestmark = pytest.mark.cluster
@@ -94,7 +95,9 @@ def test_the_ready_made_digits_are_evaluated_exactly_beside_training(
     assert len(weights(session)) == 1
 
 
-@pytest.mark.parametrize(("trouble", "why"), [("raises", "no such label"), ("memory", "ran out of memory")])
+@pytest.mark.parametrize(
+    ("trouble", "why"), first_tier([("raises", "no such label"), ("memory", "ran out of memory")], every(2))
+)
 def test_a_rank_that_cannot_evaluate_is_named_and_leaves_none_waiting(own: Session, trouble: str, why: str) -> None:
     assert own.evaluate().samples == 1
     own.run(f"trouble = {trouble!r}")

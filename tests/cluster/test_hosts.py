@@ -64,9 +64,10 @@ def test_what_is_no_list_of_hosts_gets_a_sentence(text: str, n: int | None, sent
     "scenario",
     first_tier(
         [
-            "trains_is_closed_to_others_can_be_interrupted_and_lives_on_when_processes_are_silent",
+            "trains_is_closed_to_others_and_can_be_interrupted",
             "dies_with_a_rank_or_a_host_and_says_which",
             "ends_with_its_kernel",
+            "lives_on_when_processes_are_silent",
         ],
         every(2),
     ),

@@ -15,6 +15,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, NotThisTime, WorkloadError
 from gpumem_nb.shared.forecast import MOST_BATCH
 from tests.conftest import weights
+from tests.tiers import every, first_tier
 
 pytestmark = pytest.mark.cluster
 
@@ -72,13 +73,16 @@ def measured(session: Session, **knobs: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "knobs",
-    [
-        {"batch_size": 32},
-        {"batch_size": 48, "precision": "bf16"},
-        {"batch_size": 32, "checkpointing": "blocks"},
-        {"batch_size": 16, "accumulation_steps": 3, "optimizer": "momentum"},
-        {"batch_size": 3},
-    ],
+    first_tier(
+        [
+            {"batch_size": 48, "precision": "bf16"},
+            {"batch_size": 32},
+            {"batch_size": 16, "accumulation_steps": 3, "optimizer": "momentum"},
+            {"batch_size": 3},
+            {"batch_size": 32, "checkpointing": "blocks"},
+        ],
+        every(2),
+    ),
     ids=str,
 )
 def test_a_flip_needs_what_was_predicted(own: Session, knobs: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import TrainingFailed
+from tests.tiers import every, first_tier
 
 pytestmark = pytest.mark.cluster
 
@@ -56,7 +57,7 @@ def losses_of(session: Session, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("ask", ["predict", "what_if"])
+@pytest.mark.parametrize("ask", first_tier(["predict", "what_if"], every(2)))
 def test_a_question_about_another_optimizer_leaves_moments_with_their_weights(two_ranks: Session, ask: str) -> None:
     losses = []
     for asks in (False, True):

@@ -13,6 +13,7 @@ from gpumem_nb.shared.errors import TrainingFailed
 from tests.cluster.trouble import everything, prepared, same_as
 from tests.conftest import about, weights
 from tests.internals import COLLECT, DEVICE, LIVE
+from tests.tiers import every, first_tier
 from tests.timing import in_time
 
 pytestmark = pytest.mark.cluster
@@ -76,7 +77,7 @@ if rank == 1:
 """
 
 
-@pytest.mark.parametrize("room", [0, 4, 12, 20, 28])
+@pytest.mark.parametrize("room", first_tier([0, 4, 12, 20, 28], every(2)))
 def test_a_rank_without_room_for_zeros_says_so(two_ranks: Session, room: int) -> None:
     session = two_ranks
     session.run(FULL)
