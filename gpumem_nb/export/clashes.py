@@ -12,6 +12,9 @@ from ..shared.errors import WorkloadError
 from .imports import imported_in
 from .order import Order
 
+WHO = ("rank", "size", "local_rank")
+"""What scripts for DistributedDataParallel have of the ``hvd`` that ranks offer."""
+
 
 def check_code(code: str, text: str) -> None:
     """Refuse a script in which the user's own code is not unchanged.
@@ -35,10 +38,10 @@ def check_names(order: Order, bare: str) -> None:
     """
     source = order.source
     own = list(imported_in("\n".join([*source.imports, source.definitions])))
-    if order.ddp and ("hvd" in source.uses or any(what.partition(".")[0] == "horovod" for _, what in own)):
+    if order.ddp and (_does_more(source.definitions) or any(what.partition(".")[0] == "horovod" for _, what in own)):
         raise WorkloadError(
             "Your code uses Horovod, which is not started beside DistributedDataParallel. Export without --ddp "
-            "(ddp=False), or do without it."
+            "(ddp=False), or use no more of it than hvd.rank(), hvd.size() and hvd.local_rank(), without importing it."
         )
     theirs, imported = {*defined_in(bare), *_builtin_in(bare)}, dict(imported_in(bare))
     found = {"device"} if source.kind == "cells" else set()  # which cells may define anew, and not import
@@ -71,6 +74,13 @@ def defined_in(text: str) -> Iterator[str]:
         elif isinstance(node, ast.Assign):
             names = (one for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name))
             yield from (one.id for one in names if isinstance(one.ctx, ast.Store))
+
+
+def _does_more(code: str) -> bool:
+    """Return whether some code uses more of ``hvd`` than who a rank is."""
+    nodes = [*ast.walk(ast.parse(code))]
+    asking = [one.value for one in nodes if isinstance(one, ast.Attribute) and one.attr in WHO]
+    return any(isinstance(one, ast.Name) and one.id == "hvd" and one not in asking for one in nodes)
 
 
 def _builtin_in(text: str) -> Iterator[str]:

@@ -75,6 +75,7 @@ class Values:
         yield from {
             "ddp": ddp,
             "hvd": not ddp,
+            "asks": ddp and "hvd" in source.uses,
             "own": own,
             "lazy_annotations": source.lazy_annotations,
             source.kind: True,
@@ -239,6 +240,9 @@ class Values:
         for name, value in (("rank", self._rank), ("size", self._size)):
             if name in self._source.uses:
                 yield f"{name} = {value}"
+        if "hvd" in self._source.uses and self._order.ddp:
+            asked = ["rank=dist.get_rank", "size=dist.get_world_size", f"local_rank=lambda: {local}"]
+            yield from wrapped("hvd = SimpleNamespace(", asked, 0)
         if "display" in self._source.uses:
             yield "display = print  # IPython's shows more than a terminal can"
 

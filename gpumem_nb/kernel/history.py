@@ -275,9 +275,13 @@ class History:
         """It has set what it found, or nothing."""
         self.mark("note", said)
         self.autotuned = self.events[-1]
+        self.tries_no_more()
+
+    def tries_no_more(self) -> None:
+        """Name the present configuration to logs again, which were told of those that autotune tried."""
         with self._lock:
             for latest in self.tried[-1:]:
-                self._tell(latest)  # logs were told of those that it tried
+                self._tell(latest)
 
     def tries(self, settings_id: int, workload: str, settings: Settings) -> None:
         """Autotune is about to take steps under these: no configuration of its own, but logs name it."""

@@ -103,7 +103,7 @@ class Cell:
         precision, checkpointing: which.
         largest: samples of the largest micro-batch that fits every rank, the error included; 0 if none does.
         all_samples: whether an epoch has no more samples for it, so that memory is not what ends it.
-        predicted: what that needs; ``None`` if none fits.
+        predicted: what that needs; of the smallest that was asked about if none fits.
         samples_per_s: of all ranks; ``None`` if it was not measured.
         measured_at: the micro-batch that it was measured with, which is a smaller one where steps would take long.
         settings: the present ones with these; ``None`` if none fits.
@@ -180,7 +180,7 @@ class WhatFits(Report):
                 ROWS: cell.precision,
                 COLUMNS: cell.checkpointing,
                 "largest_batch": None if cell.unknown else cell.largest,
-                "reserved_peak_bytes": cell.predicted.reserved_peak_bytes if cell.predicted else None,
+                "reserved_peak_bytes": cell.predicted.reserved_peak_bytes if cell.predicted and cell.largest else None,
                 "samples_per_s": cell.samples_per_s,
                 "measured_at": cell.measured_at,
                 "frontier": cell in frontier,
@@ -206,6 +206,11 @@ class WhatFits(Report):
             flip = typed(self.now, self.instead.settings)
             peak = format_bytes(self.instead.live_peak_bytes)
             said.append(f"The present settings fit with {flip} (live peak {peak}): %hvd_set {flip}, then ask again.")
+        elif not any(cell.largest or cell.unknown for cell in self.cells):
+            needs = [cell.predicted for cell in self.cells if cell.predicted]
+            for one in sorted(needs, key=lambda need: (need.lower_bound, need.reserved_peak_bytes))[:1]:
+                least = one.in_words(one.reserved_peak_bytes)
+                said.append(f"One sample needs {least} with {one.settings.precision}, {one.settings.checkpointing}.")
         said += [f"{precision}, {mode}: {why}" for (precision, mode), why in self.failed.items()]
         return said
 

@@ -101,10 +101,11 @@ class Rescue:
         if self.failure.kind != "oom":
             return ""
         cells = held_by_cells(self.failure.live) if self.failure.live else ""
-        return f"{cells}. {self._ways}".strip() if cells else self._ways
+        return f"{cells}. {self.ways}".strip() if cells else self.ways
 
     @property
-    def _ways(self) -> str:
+    def ways(self) -> str:
+        """Return which flips would have helped, or that none of those tried would have."""
         if self.goes_on:
             peaks = [format_bytes(trial.peak_bytes) for trial in self.trials]
             return f"With it the step fits (live peak {peaks[-1]})." if peaks else ""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from gpumem_nb.kernel.history import History
+from gpumem_nb.kernel.history import Entry, History
 from gpumem_nb.kernel.policy import Policy
 from gpumem_nb.kernel.training.autotune import Autotune
 from gpumem_nb.kernel.training.state import TrainingState
+from gpumem_nb.report.configurations import Tried
 from gpumem_nb.shared.messages import Chunk, Failure
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import WorkloadInfo
@@ -17,8 +20,8 @@ from tests.ledgers import sample
 class Bench:
     """Sends what autotune sends, and answers with steps as fast as they are wanted."""
 
-    def __init__(self) -> None:
-        self.history = History(2)
+    def __init__(self, told: Callable[[Entry], None] = lambda entry: None) -> None:
+        self.history = History(2, told)
         self.state = TrainingState(self.history)
         self.policy = Policy(autotune="on")
         self.sent: list[Chunk] = []
@@ -139,3 +142,19 @@ def test_it_ends_and_adopts_only_what_is_faster(bench: Bench) -> None:
     )
     bench.history.mark("flip", "somebody sets something else")
     assert not bench.history.autotuned
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_logs_are_told_what_trains_again_when_it_is_switched_off_half_way(answered: bool) -> None:
+    told: list[int] = []
+    bench = Bench(lambda entry: told.append(entry.what.settings_id) if isinstance(entry.what, Tried) else None)
+    chunk = bench.until_a_try()
+    assert told[-1] == chunk.settings_id
+    bench.policy = Policy()
+    if answered:
+        bench.done(chunk)
+    assert not bench.autotune.send(9)
+    assert told[-1] == bench.state.settings_id
+    count = len(told)
+    assert not bench.autotune.send(9)
+    assert len(told) == count

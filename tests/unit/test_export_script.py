@@ -178,13 +178,30 @@ def test_what_horovod_does_otherwise_in_a_script_is_refused(
         (replace(OWN, imports=("from lib import micro_batches",)), "both call something micro_batches"),
         (replace(OWN, defines=frozenset({"torch"})), "both call something torch"),
         (replace(OWN, imports=("import horovod.torch as hvd",)), "uses Horovod.*without --ddp"),
-        (replace(OWN, uses=frozenset({"hvd"})), "uses Horovod.*without --ddp"),
+        (replace(OWN, definitions="a = hvd.allreduce(b)"), "uses Horovod.*without --ddp"),
+        (replace(OWN, definitions="a = [hvd, hvd.rank()]"), "uses Horovod.*without --ddp"),
     ],
 )
 def test_names_that_clash_are_refused(source: Source, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         written(Settings(), source)
     assert written(Settings(), replace(OWN, imports=("import random", "import torch")))
+
+
+def test_cells_that_only_ask_which_rank_they_run_on_have_an_answer_beside_distributed_data_parallel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    code = "if hvd.rank() == 0:\n    print(hvd.size(), hvd.local_rank())"
+    source = replace(OWN, kind="cells", definitions=code, uses=frozenset({"hvd"}))
+    text = written(Settings(), source)
+    given = text[text.index("hvd = SimpleNamespace(") : text.index("torch.manual_seed")]
+    names: dict[str, Any] = {"SimpleNamespace": SimpleNamespace, "os": os}
+    names["dist"] = SimpleNamespace(get_rank=lambda: 1, get_world_size=lambda: 2)
+    exec(f"{given}\nfound = hvd.rank(), hvd.size(), hvd.local_rank()", names)
+    assert names["found"] == (1, 2, 0)
+    assert "from types import SimpleNamespace\n" in text
+    assert "SimpleNamespace" not in written(Settings(), source, ddp=False)
 
 
 def test_odd_names_are_quoted_and_weights_of_the_criterion_too_can_lack_gradients() -> None:

@@ -9,6 +9,7 @@ import pytest
 from gpumem_nb.planning.what_if import Cell, WhatFits
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
+from tests.unit.test_doctor import MIB, prediction
 
 CELLS = (
     Cell("fp32", "none", 8, settings=Settings(batch_size=8)),
@@ -41,3 +42,16 @@ def test_where_nothing_can_be_set_it_says_so(place: tuple[str, str], why: str) -
 def test_what_cannot_be_said_to_fit_is_not_counted_as_nothing() -> None:
     found = WhatFits(CELLS, Settings(), None, {}, lambda changes: None)
     assert [row["largest_batch"] for row in found.records] == [8, 0, None]
+
+
+def test_where_nothing_fits_it_says_what_one_sample_needs_at_least() -> None:
+    plain, blocks = Settings(batch_size=1), Settings(batch_size=1, checkpointing="blocks")
+    ran_out = prediction(plain, live=900, lower_bound=True, verdict="does not fit")
+    cells = (
+        Cell("fp32", "none", 0, predicted=ran_out),
+        Cell("fp32", "blocks", 0, predicted=prediction(blocks, live=1100, verdict="does not fit")),
+    )
+    found = WhatFits(cells, Settings(), 1000 * MIB, {}, lambda changes: None)
+    assert found.notes[-1] == "One sample needs 1.1 GiB with fp32, blocks."
+    assert "more than 900.0 MiB with fp32, none" in WhatFits(cells[:1], Settings(), None, {}, print).notes[-1]
+    assert [row["reserved_peak_bytes"] for row in found.records] == [None, None]

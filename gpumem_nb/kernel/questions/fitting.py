@@ -184,7 +184,7 @@ class Fitting(AsksRanks):
             raise WorkloadError(why)
         found = self._predicting.largest(settings.replace(batch_size=1), most, heard=tell)
         if not found.size:
-            return Cell(*place, 0, unknown=found.unknown)
+            return Cell(*place, 0, predicted=found.predicted, unknown=found.unknown)
         settings, rate = settings.replace(batch_size=found.size), found.predicted.samples_per_s
         measured_at = found.size
         if rate is None:  # whole steps of the largest would take long

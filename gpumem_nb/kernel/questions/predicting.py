@@ -28,7 +28,6 @@ FEWEST = [2, 4]  # samples of two steps, where larger ones run out of memory; so
 _PASSING = ("interrupted", "stall", "diverged")  # failures after which another try may go well
 HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
 LONGEST_S = 2.0  # whole steps that take longer, as far as is known, are not tried out: that would take too long
-CONFIRMED_S = 5.0  # whole steps of the largest batch, which the user is going to train with
 LONGEST_GUESSED_S = 10.0  # nor those that would take longer to judge by small ones, which take their time to begin
 
 
@@ -74,13 +73,13 @@ class Predicting(AsksRanks):
         workload = self._training.workload
         return Splits(bool(workload and workload.batch_norm), self._mean.get(self._history.model_version))
 
-    def answer(self, settings: Settings, longest_s: float = LONGEST_S) -> Prediction:
+    def answer(self, settings: Settings) -> Prediction:
         """Return what these settings would need: by small steps, and by whole ones where they take no longer than that.
 
         Raises:
             WorkloadError: as :meth:`predict`.
         """
-        return self._rehearsed(self.by_small_steps(settings, [settings.batch_size])[0], longest_s)
+        return self._rehearsed(self.by_small_steps(settings, [settings.batch_size])[0])
 
     def score(self) -> Scoreboard:
         """Every prediction whose settings were tried afterwards, beside what came."""
@@ -155,15 +154,15 @@ class Predicting(AsksRanks):
             came = running.peak_bytes or 0, running.reserved_peak_bytes or 0
         return fit.settled(prediction, Missed(*self.score().missed(history.model_version)), came)
 
-    def _rehearsed(self, prediction: Prediction, longest_s: float) -> Prediction:
+    def _rehearsed(self, prediction: Prediction) -> Prediction:
         """Return what whole steps need and how long they take, unless they would not fit or take long."""
         settings = prediction.settings
-        if prediction.verdict == DOES_NOT_FIT or not self._may_be_quick(settings, longest_s):
+        if prediction.verdict == DOES_NOT_FIT or not self._may_be_quick(settings):
             return prediction
         if self._foreground.busy:
             return replace(prediction, cut_short=True)
         try:
-            if not self._is_quick(settings, prediction.seconds, longest_s):
+            if not self._is_quick(settings, prediction.seconds):
                 return prediction
             found = self.by_whole_steps(settings)
         except NotThisTime:
@@ -172,13 +171,13 @@ class Predicting(AsksRanks):
             return prediction
         return replace(fit.with_longest(found, prediction), seconds=prediction.seconds + found.seconds)
 
-    def _may_be_quick(self, settings: Settings, longest_s: float) -> bool:
+    def _may_be_quick(self, settings: Settings) -> bool:
         """Return whether a whole step takes no longer than that, as training goes; true before anything was trained."""
         tried = self._history.now()
         speed: float | None = tried.samples_per_s if tried else None
-        return not speed or settings.samples_per_rank * len(self._ranks) / speed <= longest_s
+        return not speed or settings.samples_per_rank * len(self._ranks) / speed <= LONGEST_S
 
-    def _is_quick(self, settings: Settings, small_s: float, longest_s: float) -> bool:
+    def _is_quick(self, settings: Settings, small_s: float) -> bool:
         """Return whether it does, going by small steps where nothing was trained yet, which took ``small_s`` seconds.
 
         They are recorded, and take their time to begin: where they make a step seem long, some others are timed.
@@ -193,7 +192,7 @@ class Predicting(AsksRanks):
         about = self._history.model_version, few
         if about not in self._sample_s:
             self._sample_s[about] = (self.by_whole_steps(few).step_s or math.inf) / few.samples_per_rank
-        return self._sample_s[about] * settings.samples_per_rank <= longest_s
+        return self._sample_s[about] * settings.samples_per_rank <= LONGEST_S
 
     def what_if(self) -> WhatIf:
         """Every single flip from the present settings; those that cannot be used with what is loaded are left out.
@@ -250,20 +249,17 @@ class Predicting(AsksRanks):
             InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
             WorkloadError: as :meth:`predict`, and where it cannot be said whether any fits.
         """
-        found = self.largest(*self.of_any_batch(knobs), CONFIRMED_S)
+        found = self.largest(*self.of_any_batch(knobs))
         if found.unknown:
             raise WorkloadError(f"Whether any micro-batch fits cannot be said: {found.unknown}.")
         return found.size
 
-    def largest(
-        self, settings: Settings, most: int, longest_s: float = LONGEST_S, heard: Callable[[], None] = lambda: None
-    ) -> Largest:
+    def largest(self, settings: Settings, most: int, heard: Callable[[], None] = lambda: None) -> Largest:
         """Look for the largest micro-batch that fits, of at most so many samples, by predicting one after the other.
 
         Args:
             settings: everything but the size.
             most: samples for a micro-batch that there are.
-            longest_s: of a whole step that confirms an answer.
             heard: called before each question to the ranks.
 
         Raises:
@@ -274,18 +270,18 @@ class Predicting(AsksRanks):
         size = next(search)
         while True:
             heard()
-            said = self._sized(settings.replace(batch_size=size), small_s, longest_s)
+            said = self._sized(settings.replace(batch_size=size), small_s)
             try:
                 size = search.send(said)
             except StopIteration as end:
                 found: Largest = end.value
                 return found
 
-    def _sized(self, settings: Settings, small_s: float, longest_s: float) -> Prediction:
+    def _sized(self, settings: Settings, small_s: float) -> Prediction:
         """Return what settings need by whole steps, or by small ones where those would take long."""
-        quick = self._may_be_quick(settings, longest_s) and not self._foreground.busy
+        quick = self._may_be_quick(settings) and not self._foreground.busy
         try:
-            if quick and self._is_quick(settings, small_s, longest_s):
+            if quick and self._is_quick(settings, small_s):
                 whole = self.by_whole_steps(settings)
                 if not whole.basis.startswith(VARYING):
                     return whole

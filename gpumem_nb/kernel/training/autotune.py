@@ -74,7 +74,7 @@ class Autotune:
     def send(self, most: float) -> bool:
         """Send a part of the turn, of at most so many steps; says whether it is on."""
         if not self.on:
-            self._of = None
+            self._stop()
             return False
         if self._of != self._now:
             self._begin()
@@ -94,7 +94,7 @@ class Autotune:
         if failure and self._ids.get(chunk.settings) == chunk.settings_id:
             del self._ids[chunk.settings]  # which the ranks hold for broken
         if not self.on or self._of != self._now:
-            self._of = None
+            self._stop()
             return not_possible
         if chunk.settings != self._turn or chunk.traced or not chunk.steps:
             self._begin_turn(self._turn)  # something came between
@@ -149,6 +149,12 @@ class Autotune:
             self._end(end.value)
         else:
             self._begin_turn(turn, 0 if turn == before else WARM_UP_STEPS)
+
+    def _stop(self) -> None:
+        """Forget the search before it has ended."""
+        if self._of is not None:
+            self._history.tries_no_more()
+        self._of = None
 
     def _end(self, found: Autotuned) -> None:
         self._of = None

@@ -32,7 +32,7 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
     undone = "" if rescue.settings == evidence.settings else f" under {typed(evidence.settings, rescue.settings)}"
     back = f"; {rescue.did}" if rescue.did else ""
     waits = "What would fit is being tried out on the ranks: ask again in a moment." if rescue.looking else ""
-    helps = waits or ("" if rescue.fitting else LARGER)
+    helps = waits or ("" if rescue.fitting else rescue.ways)
     tried = [fit.settings for fit in rescue.fitting]
     smaller = halved(tried[-1]) if tried else None  # what fitted for a step may leave no room
     ways = [*tried[:_TRIED_OUT], *([smaller] if smaller else [])]
