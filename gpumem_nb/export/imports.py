@@ -1,35 +1,20 @@
-"""The imports of a script in the order in which linters want them, each once."""
+"""The imports of a script's code, and whether its names mean in the script what they meant."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import sys
-from collections import defaultdict
 from collections.abc import Collection, Iterator
 from functools import cache
+from importlib.machinery import PathFinder
+
+from ..shared.errors import WorkloadError
+from .order import Order
 
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 PLOTTING = frozenset({"matplotlib", "seaborn", "plotly"})  # packages whose import changes nothing that is trained
-
-
-def with_sorted_imports(text: str) -> str:
-    """Return a module whose block of imports is sorted by section and name; blocks in cells stay as they are."""
-    tree, blocks = ast.parse(text), [list[ast.Import | ast.ImportFrom]()]
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            blocks[-1].append(node)
-        elif blocks[-1]:
-            blocks.append([])
-    ours = (block for block in blocks if any(alias.name == "argparse" for one in block for alias in one.names))
-    nodes = next(ours, blocks[0])
-    lines = text.removesuffix("\n").split("\n")  # as ast counts them
-    begin, end = nodes[0].lineno - 1, nodes[-1].end_lineno or 0
-    sections = "\n\n".join(filter(None, map("\n".join, _sections(nodes))))
-    rest = "\n".join(lines[end:]).lstrip("\n")
-    after = tree.body.index(nodes[-1]) + 1
-    defined = isinstance(tree.body[after], ast.FunctionDef | ast.ClassDef)
-    return "\n".join([*lines[:begin], sections]) + "\n" * (3 if defined else 2) + rest + "\n"
 
 
 def imported_in(text: str) -> Iterator[tuple[str, str]]:
@@ -91,33 +76,78 @@ def _brought(node: ast.ImportFrom) -> set[str] | None:
     return set(getattr(module, "__all__", (name for name in vars(module) if not name.startswith("_"))))
 
 
-def _sections(nodes: list[ast.Import | ast.ImportFrom]) -> list[list[str]]:
-    """Python's own modules, those of others: lines of each."""
-    plain: set[tuple[str, str]] = set()
-    members: dict[str, set[tuple[str, str]]] = defaultdict(set)
-    for node in nodes:
-        for alias in node.names:
-            renamed = f" as {alias.asname}" if alias.asname and alias.asname != alias.name else ""
-            if isinstance(node, ast.Import):
-                plain.add((alias.name, renamed))
-            else:
-                members["." * node.level + (node.module or "")].add((alias.name, renamed))
-    sections: list[list[str]] = [[], [], []]
-    for module, renamed in sorted(plain, key=lambda entry: (entry[0].lower(), entry[1])):
-        sections[_section(module)].append(f"import {module}{renamed}")
-    for module in sorted(members, key=str.lower):
-        names = sorted(members[module], key=lambda entry: (_kind(entry[0]), entry[0].lower(), entry[1]))
-        line = f"from {module} import {', '.join(name + renamed for name, renamed in names)}"
-        sections[_section(module)].append(line)
-    sections[0].sort(key=lambda line: line.startswith("from __future__") * -1)
-    return sections
+WHO = ("rank", "size", "local_rank")
+"""What scripts for DistributedDataParallel have of the ``hvd`` that ranks offer."""
 
 
-def _section(module: str) -> int:
-    top = module.partition(".")[0]
-    return 2 if not top else 0 if top in sys.stdlib_module_names else 1
+def check_code(code: str, text: str) -> None:
+    """Refuse a script in which the user's own code is not unchanged.
+
+    Raises:
+        WorkloadError: it does not.
+    """
+    ours, whole = ([ast.dump(node) for node in ast.parse(one).body] for one in (code, text))
+    if not any(whole[first : first + len(ours)] == ours for first in range(len(whole))):
+        raise WorkloadError(
+            "Your code would stand in the script otherwise than it ran. Write its cells in plain Python, run "
+            "them again, and attach again."
+        )
 
 
-def _kind(name: str) -> int:
-    """Constants come before classes, and these before all others."""
-    return 0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2
+def check_names(order: Order, bare: str) -> None:
+    """Refuse names that mean one thing in the user's own code and another in the rest of the script, or nothing.
+
+    Raises:
+        WorkloadError: naming one.
+    """
+    source = order.source
+    own = list(imported_in("\n".join([*source.imports, source.definitions])))
+    if order.ddp and (_does_more(source.definitions) or any(what.partition(".")[0] == "horovod" for _, what in own)):
+        raise WorkloadError(
+            "Your code uses Horovod, which is not started beside DistributedDataParallel. Export without --ddp "
+            "(ddp=False), or use no more of it than hvd.rank(), hvd.size() and hvd.local_rank(), without importing it."
+        )
+    theirs, imported = {*defined_in(bare), *_builtin_in(bare)}, dict(imported_in(bare))
+    found = {"device"} if source.kind == "cells" else set()  # which cells may define anew, and not import
+    clash = source.defines & ((theirs - found) | imported.keys())
+    clash |= {name for name, what in own if name in theirs or imported.get(name, what) != what}
+    if clash:
+        raise WorkloadError(f"Your code and the script both call something {min(clash)}. Rename yours.")
+
+
+def own_modules(order: Order) -> dict[str, str]:
+    """Return the modules beside the notebook that the script imports, each with its folder.
+
+    Modules that functions import, and have not imported yet, are looked for in the session's folder.
+    """
+    source, facts = order.source, order.facts
+    nodes = list(ast.walk(ast.parse("\n".join([*source.imports, source.definitions]))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    tops = sorted({name.partition(".")[0] for name in names} - {"", *sys.stdlib_module_names})
+    found = {name: facts.modules.get(name, "") for name in tops}
+    there = {name: PathFinder.find_spec(name, [facts.folder]) for name, folder in found.items() if not folder}
+    return {name: folder or facts.folder for name, folder in found.items() if folder or there.get(name)}
+
+
+def defined_in(text: str) -> Iterator[str]:
+    """Yield what a module calls something at its top level, what it imports aside."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            names = (one for target in node.targets for one in ast.walk(target) if isinstance(one, ast.Name))
+            yield from (one.id for one in names if isinstance(one.ctx, ast.Store))
+
+
+def _does_more(code: str) -> bool:
+    """Return whether some code uses more of ``hvd`` than who a rank is."""
+    nodes = [*ast.walk(ast.parse(code))]
+    asking = [one.value for one in nodes if isinstance(one, ast.Attribute) and one.attr in WHO]
+    return any(isinstance(one, ast.Name) and one.id == "hvd" and one not in asking for one in nodes)
+
+
+def _builtin_in(text: str) -> Iterator[str]:
+    """Python's own names that a module uses."""
+    names = (node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name))
+    return (name for name in names if hasattr(builtins, name))

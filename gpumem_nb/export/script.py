@@ -8,8 +8,7 @@ from typing import Any
 
 from ..shared.knobs.communication import VARIABLES
 from ..shared.settings import OWN
-from .clashes import check_code, check_names, own_modules
-from .imports import with_sorted_imports
+from .imports import check_code, check_names, own_modules
 from .lines import Batches, checkpointed, segment_length, wrapped
 from .order import MAKERS, ROLES, Order, quoted
 from .templating import render
@@ -42,7 +41,7 @@ def script(order: Order) -> str:
     texts = values.all(values.flags)
     if order.source.kind != "ready":
         check_names(order, render("train", values.flags, texts | {"definitions": "", "imports": ""}))
-    text = with_sorted_imports(render("train", values.flags, texts))
+    text = render("train", values.flags, texts)
     check_code(order.source.definitions, text)
     return text
 
@@ -141,7 +140,7 @@ class Values:
         texts: dict[str, Any] = {
             "header": order.header,
             "data_names": self._data_names(flags),
-            "imports": "\n".join(source.imports),
+            "imports": "\n".join(sorted(source.imports)),
             "paths": self._paths(),
             "join": "\n".join(self._join()),
             "cell_seed": source.cell_seed,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from gpumem_nb.export.functions import Collector
-from gpumem_nb.export.imports import with_sorted_imports
 from gpumem_nb.export.selecting import selected, settings_in
 from gpumem_nb.export.templating import render
 from gpumem_nb.kernel.origin import MOST_CELLS, CellRecord
@@ -246,17 +245,9 @@ def test_functions_that_cannot_be_written_out_are_refused(make: Callable[[], Any
         Collector().add("data", make())
 
 
-def test_imports_are_sorted_and_stand_there_once() -> None:
-    text = (
-        '"""A."""\nimport torch\nimport json\nfrom torch import nn\nfrom torch import optim, nn\nimport json\n\nx = 1\n'
-    )
-    assert with_sorted_imports(text) == '"""A."""\nimport json\n\nimport torch\nfrom torch import nn, optim\n\nx = 1\n'
-
-
 def test_strings_keep_their_lines() -> None:
     text = 'net = """a\n\n\n\n\nb\x0cc\u2028d"""'
     assert sliced(f"{text}\nother = 2") == f"{text}\nother = 2"
-    assert text in with_sorted_imports(f"import torch\nimport json\n\n{text}\n")
     flags, values = frozenset({"own", "cells"}), defaultdict(lambda: "x", definitions=text, header="A script.")
     assert f"\n\n{text}\n\n\ndef micro_batches" in render("train", flags, values)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from gpumem_nb.export import refusals
-from gpumem_nb.export.clashes import check_code
+from gpumem_nb.export.imports import check_code
 from gpumem_nb.export.order import Order, Source
 from gpumem_nb.export.script import script
 from gpumem_nb.export.selecting import selected

@@ -9,7 +9,8 @@ import pytest
 from gpumem_nb.planning.what_if import Cell, WhatFits
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
-from tests.unit.test_doctor import MIB, prediction
+from tests.ledgers import MIB
+from tests.unit.test_doctor import prediction
 
 CELLS = (
     Cell("fp32", "none", 8, settings=Settings(batch_size=8)),

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...export import refusals
-from ...export.clashes import own_modules
 from ...export.functions import Collector
+from ...export.imports import own_modules
 from ...export.order import ROLES, Order, Source
 from ...export.refusals import in_short
 from ...export.script import script
