@@ -41,15 +41,6 @@ class FreeReport(Report):
             for info, one in zip(self.ranks, self.freed, strict=True)
         )
         what = f"{format_bytes(self.bytes)} came back: cached memory that no tensor used. Training takes it again."
-        return [
-            Table("", headings, rows, frozenset({"device", "held by"})),
-            what,
-            *self._notes,
-        ]
-
-    @property
-    def _notes(self) -> list[str]:
-        """Return sentences on how to free what variables of cells hold."""
         graphs = _by_rank([one.live.with_graph for one in self.freed])
         notes = [
             f"{name} keeps what its backward pass would need, on {name_ranks(of)}: make it under torch.no_grad(), or "
@@ -57,7 +48,8 @@ class FreeReport(Report):
             for name, of in graphs.items()
         ]
         own = [name for one in self.freed for name, _ in one.live.variables]
-        return [*notes, f"A variable is freed by del in a %%hvd cell, such as: del {own[0]}"] if own else notes
+        notes += [f"A variable is freed by del in a %%hvd cell, such as: del {own[0]}"] if own else []
+        return [Table("", headings, rows, frozenset({"device", "held by"})), what, *notes]
 
     @property
     def records(self) -> list[dict[str, Any]]:

@@ -155,46 +155,28 @@ class MemoryReport(Report):
         )
 
     @property
-    def breakdown(self) -> tuple[Table, ...]:
-        """Return what the peaks are made of, as far as a step was recorded."""
-        worst, timeline = self.worst, self.worst_timeline
-        tables = []
-        if timeline:
-            tables.append(timeline_table(timeline))
-        if worst and worst.ledger:
-            rank = worst.info.rank
-            if self.by == "category":
-                known = {entry.info.rank: entry.ledger for entry in self._worst_first if entry.ledger}
-                tables.append(ranks_by_category(known))
-            elif self.by == "module":
-                tables.append(module_table(rank, worst.ledger))
-            else:
-                tables.append(category_table(rank, worst.ledger))
-        return tuple(tables)
-
-    @property
-    def _about_breakdown(self) -> tuple[str, ...]:
-        worst = self.worst
-        if worst is None or worst.ledger is None:
-            return (_NO_LEDGER,)
-        return () if worst.ledger.exact else (_TENSORS_ONLY,)
-
-    @property
-    def _overview(self) -> tuple[Table, ...]:
+    def shown(self) -> list[Table | str]:
+        """The devices, then what the peaks are made of, as far as a step was recorded."""
         headings = ("rank", "device", "kind", *_HEADINGS.values())
         rows = tuple(
             (str(r.info.rank), r.info.device_name, r.kind, *map(format_bytes, r.byte_values.values()))
             for r in self.ranks
         )
-        now = Table("", headings, rows, frozenset(headings[:3]))
-        uses = [(r.info.rank, r.reading.reserved_bytes, r.device_use) for r in self.ranks if r.device_use]
-        return (now, device_table(uses)) if uses else (now,)
-
-    @property
-    def shown(self) -> list[Table | str]:
-        """The devices, then what the peaks are made of."""
-        cells = dict.fromkeys(filter(None, map(held_by_cells, self.live)))
-        return [*self._overview, *self.sentences, *cells, *self.breakdown, *self._about_breakdown]
+        shown: list[Table | str] = [Table("", headings, rows, frozenset(headings[:3]))]
+        if uses := [(r.info.rank, r.reading.reserved_bytes, r.device_use) for r in self.ranks if r.device_use]:
+            shown.append(device_table(uses))
+        shown += [*self.sentences, *dict.fromkeys(filter(None, map(held_by_cells, self.live)))]
+        if timeline := self.worst_timeline:
+            shown.append(timeline_table(timeline))
+        worst = self.worst
+        if worst is None or worst.ledger is None:
+            return [*shown, _NO_LEDGER]
+        if self.by == "category":
+            shown.append(ranks_by_category({one.info.rank: one.ledger for one in self._worst_first if one.ledger}))
+        else:
+            table = module_table if self.by == "module" else category_table
+            shown.append(table(worst.info.rank, worst.ledger))
+        return [*shown, *([] if worst.ledger.exact else [_TENSORS_ONLY])]
 
     def _row(self, rank: RankMemory) -> dict[str, Any]:
         info, use, ledger = rank.info, rank.device_use or DeviceUse(), rank.ledger

@@ -60,21 +60,15 @@ class NetworkReport(Report):
     @property
     def shown(self) -> list[Table | str]:
         """Return the table and the sentences below it."""
-        return [self._table, *self._notes]
-
-    @property
-    def _table(self) -> Table:
         rows = tuple(
             (format_bytes(size), f"{1000 * seconds:.3g} ms", f"{format_bytes(round(self.bus_bytes_per_s(size)))}/s")
             for size, seconds in self.seconds.items()
         )
-        return Table(f"All-reduces of {self.ranks} ranks", ("message", "time", "bus bandwidth"), rows, frozenset())
-
-    @property
-    def _notes(self) -> list[str]:
+        headings = ("message", "time", "bus bandwidth")
         largest = max(self.seconds)
         left_out = f"Messages above {format_bytes(largest)} were left out: they would take seconds each."
         return [
+            Table(f"All-reduces of {self.ranks} ranks", headings, rows, frozenset()),
             f"Latency {1000 * self.latency_s:.2g} ms, with Horovod's cycle_time_ms in it; bus bandwidth "
             f"{format_bytes(round(self.bus_bytes_per_s(largest)))}/s. Bus bandwidth: what each link carries, "
             "2 (ranks − 1) / ranks × message / time.",

@@ -132,6 +132,13 @@ def larger_before(session: Session) -> None:
     session.train(4)
 
 
+def made_again(session: Session) -> None:
+    """The cell of the model runs once more, without attach."""
+    session.train(2)
+    session.run("net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))")
+    session.train(2)
+
+
 def on_rank_1(code: str) -> Callable[[Session], None]:
     """Something runs on rank 1 alone."""
 
@@ -245,6 +252,9 @@ PLANTS: dict[str, Plant] = {
     ),
     "a batch eight times as large": Plant(
         "learning rate unscaled", train=batch_grows, flip={"lr_scaling": "linear", "reference_batch": 4}
+    ),
+    "a model that a cell makes again": Plant(
+        "other objects than attached", train=made_again, words="net is another object than the one attached"
     ),
     "a step that raises": Plant(
         "a step fails",
