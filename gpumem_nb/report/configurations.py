@@ -14,7 +14,7 @@ from ..shared.settings import Settings
 from ..shared.step_times import PARTS
 from ..shared.units import format_bytes, format_rate
 from .differences import arrows, typed
-from .runs.curve import Curve
+from .runs.row import Curve
 from .speed import STEPS_JUDGED, WARM_UP_STEPS, Speed, compared, percent
 
 _NOT_RUN = "not run"

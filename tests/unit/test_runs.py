@@ -17,8 +17,8 @@ from gpumem_nb.planning.prediction import FITS, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.runs import Runs
 from gpumem_nb.report.runs.columns import latest, order
-from gpumem_nb.report.runs.curve import MOST_POINTS, Curve
 from gpumem_nb.report.runs.files import packed, unpacked
+from gpumem_nb.report.runs.row import MOST_POINTS, Curve
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.settings import Settings
