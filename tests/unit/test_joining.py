@@ -203,6 +203,7 @@ def with_optimizer(kind: Any = SGD, step_lr: int = 0, **options: Any) -> LiveMod
 
 DIFFERENT: list[tuple[str, Callable[[], LiveModel], Callable[[], LiveModel], int]] = [
     ("another shape", lambda: live(model()), lambda: live(nn.Sequential(nn.Linear(4, 3), nn.Dropout())), 0),
+    ("other strides", lambda: live(convolution()), lambda: live(convolution(torch.channels_last)), 0),
     ("a buffer more", lambda: live(nn.Linear(4, 2)), lambda: live(with_buffer()), 0),
     ("frozen", lambda: live(model()), lambda: live(partly_frozen()), 1),
     ("evaluating", lambda: live(model()), lambda: live(partly_evaluating()), 2),
@@ -211,6 +212,11 @@ DIFFERENT: list[tuple[str, Callable[[], LiveModel], Callable[[], LiveModel], int
     ("another rate", with_optimizer, lambda: with_optimizer(lr=0.2), 3),
     ("another scheduler", lambda: with_optimizer(step_lr=2), lambda: with_optimizer(step_lr=3), 4),
 ]
+
+
+def convolution(memory_format: torch.memory_format = torch.contiguous_format) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Conv2d(2, 3, 3).to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]
 
 
 def with_buffer() -> nn.Module:
