@@ -11,7 +11,7 @@ from ..shared.errors import WorkloadError
 from ..shared.units import DEFAULT_SEED
 from ..shared.workload import Workload
 from .data.held_out import HeldOut, as_held_out
-from .data.iterables import source_of
+from .data.iterables import stream_of
 from .data.sameness import Look, agree, digest_of, look_at
 from .data.stream import Stream
 from .link.communicator import here, same_everywhere
@@ -38,7 +38,7 @@ def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Wor
         with interruptible():
             workload = make()
         with seeded(seed), interruptible():
-            stream = source_of(workload.data()).stream(here().rank, here().size, seed)
+            stream = stream_of(workload.data(), here().rank, here().size, seed)
             held_out = as_held_out(workload.eval_data()) if workload.eval_data else None
             return workload, stream, look_at(stream), held_out, digest_of(held_out)
 

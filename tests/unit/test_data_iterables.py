@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from gpumem_nb.engine.data.iterables import IterableStream, source_of
+from gpumem_nb.engine.data.handed import handed_over
+from gpumem_nb.engine.data.iterables import IterableStream, stream_of
 from gpumem_nb.engine.data.sameness import agree, look_at
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
@@ -34,7 +35,7 @@ class Batches:
 
 
 def streams(data: Any, size: int) -> list[IterableStream]:
-    made = [source_of(data).stream(rank, size) for rank in range(size)]
+    made = [stream_of(data, rank, size) for rank in range(size)]
     assert all(isinstance(stream, IterableStream) for stream in made)
     return made  # type: ignore[return-value]
 
@@ -96,7 +97,7 @@ def test_shuffling_is_alike_on_all_ranks_and_leaves_the_models_numbers_alone() -
 
 
 def test_batches_that_come_ready_made_are_shared_out_whole() -> None:
-    assert any("taken for a micro-batch" in note for note in source_of(Batches()).notes)
+    assert any("taken for a micro-batch" in note for note in handed_over(Batches()).notes)
     all_ranks = streams(Batches(), 2)
     first = [next(stream.micro_batches(4, 1))["x"] for stream in all_ranks]
     assert [x.shape for x in first] == [(4, 2), (4, 2)]
@@ -105,11 +106,12 @@ def test_batches_that_come_ready_made_are_shared_out_whole() -> None:
 
 
 def test_a_loader_over_an_iterable_brings_collate_and_batch_size() -> None:
-    source = source_of(DataLoader(Lines(10), batch_size=4, num_workers=2, drop_last=True))
+    loader = DataLoader(Lines(10), batch_size=4, num_workers=2, drop_last=True)
+    source = handed_over(loader)
     assert (source.info.batch_size, source.info.iterable, source.info.num_workers) == (4, True, None)
     assert any("is not used: num_workers=2, drop_last=True" in note for note in source.notes)
-    assert next(source.stream(0, 1).micro_batches(4, 1)).tolist() == [0, 1, 2, 3]
-    ready = source_of(DataLoader(Lines(10), batch_size=None))
+    assert next(stream_of(loader, 0, 1).micro_batches(4, 1)).tolist() == [0, 1, 2, 3]
+    ready = handed_over(DataLoader(Lines(10), batch_size=None))
     assert ready.info.batched
 
 
@@ -133,11 +135,11 @@ class Exhausted:
 @pytest.mark.parametrize("data", [iter([1, 2]), (x for x in range(3)), map(int, "12")])
 def test_what_can_be_iterated_over_once_is_refused(data: Any) -> None:
     with pytest.raises(WorkloadError, match="can be iterated over only once"):
-        source_of(data).stream(0, 1)
+        stream_of(data, 0, 1)
 
 
 def test_a_pass_that_gives_nothing_ends_in_a_sentence() -> None:
-    stream: Stream = source_of(Exhausted()).stream(0, 1)
+    stream: Stream = stream_of(Exhausted(), 0, 1)
     assert [batch for batch in stream.micro_batches(1, 3)] == [0, 1, 2]
     stream.advance(1, 3)
     with pytest.raises(WorkloadError, match="Pass 2 over the data gave nothing"):
@@ -176,6 +178,6 @@ class OwnEpochs(IterableDataset[Any]):
 
 def test_an_iterable_whose_passes_nobody_can_repeat_is_told_of() -> None:
     for data, told in ((OwnEpochs(), True), (Lines(50), False), (Lines(50, shuffled=True), False)):
-        stream = source_of(data).stream(0, 1)
+        stream = stream_of(data, 0, 1)
         agree(stream, look_at(stream))
         assert any("each pass over the data gives other samples" in note for note in stream.notes) == told

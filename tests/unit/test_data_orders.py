@@ -22,7 +22,8 @@ from torch.utils.data import (
 )
 
 from gpumem_nb.engine.data import orders
-from gpumem_nb.engine.data.iterables import source_of
+from gpumem_nb.engine.data.handed import handed_over
+from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.shared.errors import WorkloadError
 
 ROWS = TensorDataset(torch.arange(20.0))
@@ -36,7 +37,7 @@ def epoch(loader: DataLoader[Any], number: int = 0, seed: int = 0) -> list[Any]:
 
 def seen(loader: DataLoader[Any], steps: int, size: int = 2, batch_size: int = 2) -> list[int]:
     """Samples in the order of the stream, over all ranks."""
-    streams = [source_of(loader).stream(rank, size) for rank in range(size)]
+    streams = [stream_of(loader, rank, size) for rank in range(size)]
     found: list[int] = []
     for _ in range(steps):
         for stream in streams:
@@ -89,7 +90,7 @@ def test_weights_and_replacement_are_kept() -> None:
 
 def test_a_distributed_sampler_is_not_sharded_twice() -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(ROWS, num_replicas=2, rank=1, seed=5)
-    source = source_of(DataLoader(ROWS, sampler=sampler))
+    source = handed_over(DataLoader(ROWS, sampler=sampler))
     assert any("DistributedSampler" in note for note in source.notes)
     assert source.order is not None
     whole = list(source.order(0, 3))
@@ -187,4 +188,4 @@ def test_batch_samplers_of_ones_own_are_named_and_torchs_are_taken_apart() -> No
         orders.of_loader(DataLoader(ROWS, batch_sampler=Pairs(SequentialSampler(ROWS), 2, False)))
     loader = DataLoader(ROWS, batch_sampler=BatchSampler(SubsetRandomSampler(range(4)), 3, False))
     assert sorted(epoch(loader)) == [0, 1, 2, 3]
-    assert source_of(loader).info.batch_size == 3
+    assert handed_over(loader).info.batch_size == 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from gpumem_nb.engine.data.iterables import source_of
+from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.engine.data.sameness import agree, look_at
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
@@ -18,7 +18,7 @@ from tests.links import overheard
 
 def compared(monkeypatch: pytest.MonkeyPatch, *data: Any) -> list[Stream]:
     """The streams of ranks that hold these."""
-    streams = [source_of(one).stream(rank, len(data)) for rank, one in enumerate(data)]
+    streams = [stream_of(one, rank, len(data)) for rank, one in enumerate(data)]
     looks = [look_at(stream) for stream in streams]
     monkeypatch.setattr(overheard(monkeypatch), "numbers", lambda own, about: [list(look) for look in looks])
     for stream, look in zip(streams, looks, strict=True):
@@ -119,13 +119,13 @@ def test_samples_that_change_by_themselves_are_not_compared_and_it_is_said(monke
 def test_a_dataset_of_which_no_sample_can_be_fetched_is_refused() -> None:
     frame = {0: "a", 2: "b"}  # whose keys are no places
     with pytest.raises(WorkloadError, match=r"None of 1 samples.*sample 3 failed: KeyError"):
-        look_at(source_of(DataLoader(frame, sampler=[3])).stream(0, 1))  # type: ignore[arg-type]
+        look_at(stream_of(DataLoader(frame, sampler=[3]), 0, 1))  # type: ignore[arg-type]
     with pytest.raises(WorkloadError, match="has 2 samples, fewer than the 3 ranks"):
-        look_at(source_of(rows(1, 2)).stream(0, 3))
+        look_at(stream_of(rows(1, 2), 0, 3))
 
 
 def test_the_size_of_ready_made_batches_is_found() -> None:
-    stream = source_of(DataLoader([{"x": torch.ones(5, 2)}] * 3, batch_size=None)).stream(0, 1)  # type: ignore[arg-type]
+    stream = stream_of(DataLoader([{"x": torch.ones(5, 2)}] * 3, batch_size=None), 0, 1)  # type: ignore[arg-type]
     look_at(stream)
     assert stream.info.batch_size == 5
     with pytest.raises(WorkloadError, match="micro-batches of 5 samples"):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from gpumem_nb.engine.data.handed import as_dataset
-from gpumem_nb.engine.data.iterables import source_of
+from gpumem_nb.engine.data.handed import as_dataset, handed_over
+from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
@@ -22,7 +22,7 @@ X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 
 def first(data: Any, batch_size: int = 6, **knobs: Any) -> Any:
     """The first micro-batch of the only rank."""
-    stream = source_of(data).stream(0, 1)
+    stream = stream_of(data, 0, 1)
     stream.load_with(Settings(**knobs))
     return next(stream.micro_batches(batch_size, 1)), stream
 
@@ -41,25 +41,25 @@ def test_a_dict_of_tensors_is_a_dataset_of_dicts() -> None:
 
 def test_columns_of_different_lengths_are_refused() -> None:
     with pytest.raises(WorkloadError, match="'x' has 6, 'y' has 5 rows"):
-        source_of({"x": X, "y": Y[:5]})
+        handed_over({"x": X, "y": Y[:5]})
     with pytest.raises(WorkloadError, match="does not hold tensors or arrays alone, under its keys 'x', 'size'"):
-        source_of({"x": X, "size": 3})
+        handed_over({"x": X, "size": 3})
 
 
 @pytest.mark.parametrize("data", [3, len])
 def test_what_is_no_data_is_refused(data: Any) -> None:
     with pytest.raises(WorkloadError, match="neither __len__ and __getitem__ nor __iter__"):
-        source_of(data)
+        handed_over(data)
 
 
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(WorkloadError, match="The dataset is empty"):
-        source_of([])
+        handed_over([])
 
 
 def test_a_loaders_numbers_become_the_knobs_first_values() -> None:
     loader = DataLoader(TensorDataset(X), batch_size=4, num_workers=2, prefetch_factor=3, drop_last=True)
-    source = source_of(loader)
+    source = handed_over(loader)
     assert (source.info.batch_size, source.info.num_workers, source.info.prefetch_factor) == (4, 2, 3)
     assert "batch_size=4, num_workers=2, prefetch_factor=3, as the DataLoader has it" in source.notes
     assert any("drop_last=True drops nothing" in note for note in source.notes)
@@ -67,7 +67,7 @@ def test_a_loaders_numbers_become_the_knobs_first_values() -> None:
 
 def test_pinning_where_it_has_no_effect_is_said() -> None:
     loader = DataLoader(TensorDataset(X), pin_memory=True)
-    stream = source_of(loader).stream(0, 1)
+    stream = stream_of(loader, 0, 1)
     info, notes = stream.described(pinnable=False)
     assert not info.pinnable
     assert any("pin_memory=True of the DataLoader has no effect" in note for note in notes)
@@ -91,7 +91,7 @@ def numbers(stream: Stream, **knobs: Any) -> list[int]:
 
 
 def test_a_bad_sample_is_named_or_skipped() -> None:
-    stream = source_of(Sevens()).stream(0, 1)
+    stream = stream_of(Sevens(), 0, 1)
     with pytest.raises(
         WorkloadError, match=r"^sample 7 of the data failed: OSError: unreadable\. .*on_bad_sample=skip"
     ):
@@ -102,7 +102,7 @@ def test_a_bad_sample_is_named_or_skipped() -> None:
 
 
 def test_a_micro_batch_without_any_sample_fails() -> None:
-    stream = source_of(DataLoader(Sevens(), sampler=[7, 7], batch_size=2)).stream(0, 1)
+    stream = stream_of(DataLoader(Sevens(), sampler=[7, 7], batch_size=2), 0, 1)
     stream.load_with(Settings(on_bad_sample="skip"))
     with pytest.raises(WorkloadError, match="No sample of a micro-batch could be fetched; sample 7"):
         next(stream.micro_batches(2, 1))
@@ -113,7 +113,7 @@ def test_a_bad_sample_among_samples_that_come_together_is_named() -> None:
         def __getitems__(self, indices: list[int]) -> list[int]:
             return [self[index] for index in indices]
 
-    stream = source_of(Together()).stream(0, 1)
+    stream = stream_of(Together(), 0, 1)
     with pytest.raises(WorkloadError, match=r"^sample 7 of the data failed: OSError: unreadable"):
         numbers(stream)
     assert len(numbers(stream, on_bad_sample="skip")) == 9
@@ -137,15 +137,15 @@ def test_samples_of_different_shapes_ask_for_a_collate_function() -> None:
 
 def test_items_that_are_batches_already_are_handed_over_one_by_one() -> None:
     batches = [{"x": X[:3], "y": Y[:3]}, {"x": X[3:], "y": Y[3:]}]
-    assert any("DataLoader(data, batch_size=None)" in note for note in source_of(batches).notes)
-    stream = source_of(DataLoader(batches, batch_size=None)).stream(0, 1)  # type: ignore[arg-type]
+    assert any("DataLoader(data, batch_size=None)" in note for note in handed_over(batches).notes)
+    stream = stream_of(DataLoader(batches, batch_size=None), 0, 1)  # type: ignore[arg-type]
     found = [batch["y"].tolist() for batch in stream.micro_batches(3, 2)]
     assert found == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_samples_in_a_list_are_no_batches() -> None:
-    assert not source_of([(X[0], 1), (X[1], 2)]).notes
-    assert not source_of([{"ids": Y, "mask": Y}]).notes
+    assert not handed_over([(X[0], 1), (X[1], 2)]).notes
+    assert not handed_over([{"ids": Y, "mask": Y}]).notes
 
 
 def test_evaluation_needs_a_dataset_and_sees_what_the_sampler_chose() -> None:
@@ -176,7 +176,7 @@ class Noisy(Dataset[Tensor]):
 
 @pytest.mark.parametrize("split", [(8, 1), (4, 2), (2, 4)])
 def test_augmentation_depends_on_the_place_alone(split: tuple[int, int]) -> None:
-    streams = [source_of(Noisy()).stream(1, 2) for _ in range(2)]
+    streams = [stream_of(Noisy(), 1, 2) for _ in range(2)]
     for stream in streams:
         stream.draws = True
     torch.manual_seed(3)

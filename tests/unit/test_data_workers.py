@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from gpumem_nb.engine import cells
-from gpumem_nb.engine.data.iterables import source_of
+from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
@@ -49,7 +49,7 @@ def make() -> Iterator[Make]:
     made = []
 
     def stream(data: Any = None, **knobs: Any) -> Stream:
-        stream = source_of(data or Numbered()).stream(1, 2)
+        stream = stream_of(data or Numbered(), 1, 2)
         stream.draws = True
         stream.load_with(Settings(**knobs))
         made.append(stream)
@@ -245,7 +245,7 @@ RANK = """
 import os, sys, time
 import torch
 from gpumem_nb.engine import cells
-from gpumem_nb.engine.data.iterables import source_of
+from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.shared.settings import Settings
 
 class Slow(torch.utils.data.Dataset):
@@ -256,7 +256,7 @@ class Slow(torch.utils.data.Dataset):
             time.sleep(1000)
         return index
 
-stream = source_of(Slow()).stream(0, 1)
+stream = stream_of(Slow(), 0, 1)
 stream.load_with(Settings(num_workers=2))
 list(stream.micro_batches(1, 1))
 stream.advance(1, 1)

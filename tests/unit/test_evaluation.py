@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from gpumem_nb.engine.attach import attached
 from gpumem_nb.engine.data.held_out import as_held_out
-from gpumem_nb.engine.data.iterables import source_of
+from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.report.run_summary import Evaluation
@@ -103,7 +103,7 @@ def trainer(
     loss: Callable[..., Any] = loss,
 ) -> Trainer:
     workload = Workload("w", Net, lambda: samples(64), loss, metric=metric)
-    stream = source_of(samples(64)).stream(rank, size)
+    stream = stream_of(samples(64), rank, size)
     return Trainer(workload, stream, device, time.time(), None if held_out is None else as_held_out(held_out))
 
 

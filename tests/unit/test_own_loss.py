@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from gpumem_nb.engine.attach import as_loss
 from gpumem_nb.engine.data.held_out import as_held_out
-from gpumem_nb.engine.data.iterables import source_of
+from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError
@@ -46,7 +46,7 @@ def sentences(count: int, length: int) -> list[dict[str, Tensor]]:
 def test_an_evaluation_divides_by_its_own_tokens() -> None:
     losses = []
     for steps in (0, 1):
-        data, held_out = source_of(sentences(16, 5)).stream(0, 1), as_held_out(sentences(8, 3))
+        data, held_out = stream_of(sentences(16, 5), 0, 1), as_held_out(sentences(8, 3))
         workload = Workload("tokens", Tokens, lambda: None, as_loss(None))
         trainer = Trainer(workload, data, opened(), time.time(), held_out)
         settings = Settings(batch_size=4, accumulation_steps=2, optimizer="sgd", learning_rate=1e-12)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from gpumem_nb.engine.data.iterables import source_of
+from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.engine.random_state import OwnNumbers, RandomState, seed_all
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
@@ -43,7 +43,7 @@ def trainer(seed: int = 0, rank: int = 0) -> Trainer:
         return output.square().mean()
 
     workload = Workload("noisy", model, Noisy, loss)
-    return Trainer(workload, source_of(Noisy()).stream(rank, 1, seed), opened(), time.time())
+    return Trainer(workload, stream_of(Noisy(), rank, 1, seed), opened(), time.time())
 
 
 def losses(trainer: Trainer, steps: int) -> list[float | None]:

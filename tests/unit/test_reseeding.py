@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from gpumem_nb.engine.data.iterables import source_of
+from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
@@ -35,7 +35,7 @@ def test_samples_that_were_read_for_a_step_that_was_undone_are_not_those_of_the_
 
     settings = Settings(batch_size=4)
     for trials in (0, 1):
-        stream = source_of(Noise()).stream(0, 1, seed=5)
+        stream = stream_of(Noise(), 0, 1, seed=5)
         trainer = Trainer(Workload("noise", lambda: nn.Linear(4, 4), Noise, loss), stream, opened(), time.time())
         if trials:
             assert tried(trainer, settings) is None

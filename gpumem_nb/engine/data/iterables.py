@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from ...shared.units import DEFAULT_SEED
 from ..copies import host_copy
 from ..random_state import RandomState, begin_on_host, set_aside
 from .fetching import collated, no_fault_of_a_sample
-from .handed import Collate, Handed, check_repeatable, handed_over
+from .handed import Collate, check_repeatable, handed_over
 from .stream import ShardedStream, Stream
 
 
@@ -157,26 +156,17 @@ def _on_the_host(item: Any) -> Any:
     return item
 
 
-@dataclass(frozen=True, slots=True)
-class Source(Handed):
-    """Data, ready to be streamed."""
-
-    def stream(self, rank: int, size: int, seed: int = DEFAULT_SEED) -> Stream:
-        """This rank's share of it, from its beginning on."""
-        stream: Stream
-        if self.order is None:
-            stream = IterableStream(self.dataset, self.collate, rank, size, seed)
-        else:
-            stream = ShardedStream(self.dataset, self.collate, rank, size, seed, self.order, self.handed_on)
-        stream.info, stream.notes = self.info, self.notes
-        return stream
-
-
-def source_of(data: Any) -> Source:
-    """Return the source of the data that was handed over.
+def stream_of(data: Any, rank: int, size: int, seed: int = DEFAULT_SEED) -> Stream:
+    """Return one rank's share of the data that was handed over, from its beginning on.
 
     Raises:
         WorkloadError: it cannot be shared out among the ranks.
     """
     handed = handed_over(data)
-    return Source(*(getattr(handed, field.name) for field in fields(handed)))
+    stream: Stream
+    if handed.order is None:
+        stream = IterableStream(handed.dataset, handed.collate, rank, size, seed)
+    else:
+        stream = ShardedStream(handed.dataset, handed.collate, rank, size, seed, handed.order, handed.handed_on)
+    stream.info, stream.notes = handed.info, handed.notes
+    return stream

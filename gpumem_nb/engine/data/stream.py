@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,20 +21,7 @@ from .orders import Order, Shuffled
 from .sizes import Longest
 from .workers import Workers
 
-
-class Loading(NamedTuple):
-    """The way samples are fetched: the knobs of ``shared/knobs/loading.py``."""
-
-    num_workers: int = 0
-    pin_memory: bool = False
-    prefetch_factor: int = 2
-    skip: bool = False
-
-    @classmethod
-    def of(cls, settings: Settings) -> Loading:
-        """Under these settings."""
-        skip = settings.on_bad_sample == "skip"
-        return cls(settings.num_workers, settings.pin_memory, settings.prefetch_factor, skip)
+_LOADING = ("num_workers", "pin_memory", "prefetch_factor", "on_bad_sample")  # the knobs of shared/knobs/loading.py
 
 
 class Stream:
@@ -72,12 +59,12 @@ class Stream:
         self.draws = self.varies = self.foreign = self.repeats_longest = False
         self.info = DataInfo()
         self.notes: tuple[str, ...] = ()
-        self._loading = Loading()
+        self._settings = Settings()
         self._skipped: dict[str, None] = {}
 
     def load_with(self, settings: Settings) -> None:
         """Fetch as these settings say, from the next step on."""
-        self._loading = Loading.of(settings)
+        self._settings = settings
 
     @property
     def epoch(self) -> float | None:
@@ -209,8 +196,8 @@ class ShardedStream(Stream):
         self._by_itself = trial
         if trial:
             return
-        loading = self._loading
-        wanted = (loading, self.seed, self.draws, cells.ran())
+        loading = self._settings
+        wanted = (*(getattr(loading, knob) for knob in _LOADING), self.seed, self.draws, cells.ran())
         if self._workers and (self._workers.closed or self._begun_with != wanted):
             self.close()
         if not (loading.num_workers or loading.pin_memory) or self._done != (batch_size, count):
@@ -226,7 +213,7 @@ class ShardedStream(Stream):
         at = (self.position, batch_size, count)
         at_hand = self._workers is not None and self._workers.at == at and not self._by_itself
         by_workers = self._workers if at_hand else None
-        self.foreign = by_workers is not None and self._loading.num_workers > 0
+        self.foreign = by_workers is not None and self._settings.num_workers > 0
         fetcher = self._fetcher()
         for index in range(count):
             if by_workers:
@@ -287,7 +274,9 @@ class ShardedStream(Stream):
         return longest.among(self._indices(self.position + self.rank * share, share)) if longest else ""
 
     def _fetcher(self) -> Fetcher:
-        return Fetcher(self.dataset, self.collate, self.seed if self.draws else None, self._loading.skip)
+        return Fetcher(
+            self.dataset, self.collate, self.seed if self.draws else None, self._settings.on_bad_sample == "skip"
+        )
 
     def _behind(self, position: int, batch_size: int, count: int) -> int:
         return position + self.size * self._places(batch_size) * count

@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ...internals.torch_internals import end_pinning, is_handler_of_loaders
 from ...shared.errors import WorkloadError, text_of
+from ...shared.settings import Settings
 from .fetching import Fetcher, FromWorker, Task
-
-if TYPE_CHECKING:
-    from .stream import Loading
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _TIMEOUT_S = 1.0
@@ -45,7 +43,7 @@ class Workers:
         at: the step whose first micro-batch comes next; ``None`` in the middle of one.
     """
 
-    def __init__(self, fetcher: Fetcher, loading: Loading, handed_on: Mapping[str, Any]) -> None:
+    def __init__(self, fetcher: Fetcher, loading: Settings, handed_on: Mapping[str, Any]) -> None:
         self.at: At | None = None
         self._coming = _Coming()
         self._processes: set[multiprocessing.process.BaseProcess] = set()

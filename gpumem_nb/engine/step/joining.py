@@ -22,7 +22,9 @@ def check_alike(live: LiveModel) -> None:
         WorkloadError: models, optimizers or schedulers differ; raised on all ranks.
     """
     described = {
-        "models: names, shapes, types or strides of their weights and buffers differ. Define the model": _tensors(live.parts),
+        "models: names, shapes, types or strides of their weights and buffers differ. Define the model": _tensors(
+            live.parts
+        ),
         "models: requires_grad of their weights differs. Freeze them": _trained(live.parts),
         "models: layers are in training mode on some and in evaluation mode on others. Call train() and eval()": [
             module.training for module in live.parts.modules()
@@ -58,8 +60,8 @@ def make_alike(live: LiveModel) -> None:
     held = [_tensors(live.parts), *([tuple(param.shape) for param in in_groups(one)] for one in used)]
     if not all(alike([zlib.crc32(repr(held).encode())], "model")):
         raise WorkloadError(
-            "The ranks hold weights of different names, shapes or strides, so rank 0's cannot be given to the others. Run the "
-            "cell that changed the model or the optimizer on all ranks, or attach it again."
+            "The ranks hold weights of different names, shapes or strides, so rank 0's cannot be given to the others. "
+            "Run the cell that changed the model or the optimizer on all ranks, or attach it again."
         )
     live.resume_modes()  # a cell may have called eval() on one rank alone
     take_from_first(live)
@@ -103,7 +105,7 @@ def _tensors(parts: Parts) -> list[Any]:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Return the strides that count: state comes from rank 0, and fused kernels pair it with weights in memory order."""
+    """Return the strides that count: fused kernels pair weights and rank 0's state in the order of memory."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
