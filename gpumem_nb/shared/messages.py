@@ -114,7 +114,7 @@ class Sample:
     ``time_s`` counts from the session's start, ``step_s`` is the step's duration, bytes are as in :class:`Reading`
     (peaks within this step), ``settings_id`` names the settings it ran under, ``event`` is empty, or ``flip`` on
     the first step under new settings, ``tried`` under those that autotune tries, or why the step was discarded
-    (``oom``, ``error``, ``discarded``, ``trial``). ``ledger`` is there for the steps whose memory was recorded.
+    (``oom``, ``error``, ``discarded``). ``ledger`` is there for the steps whose memory was recorded.
     ``learning_rate`` is that of the optimizer's first group, however it was set. ``loss_scale`` is what fp16 multiplied
     the loss by, ``None`` in other precisions and in steps without an update; the update was ``skipped`` when
     gradients overflowed under it. ``noise_scale`` is that of the gradients in samples, over the latest steps; there

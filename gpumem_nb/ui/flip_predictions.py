@@ -206,20 +206,22 @@ class FlipPredictions:
     def _ask(self, answers: _Answers, question: _Question) -> None:
         session = self._session
         kind, about = question
-        began_s = time.monotonic()
+        began_s, now = time.monotonic(), session.settings
+        changes: dict[str, Any] = about.changed_from(now)
         try:
-            now = session.settings
-            changes: dict[str, Any] = about.changed_from(now)
             if kind == FLIP:
                 session.predict(**changes)
             elif kind == LARGEST:
-                answers.largest[about] = session.largest_batch(**changes)
+                largest = session.largest_batch(**changes)
+                answers.largest |= {about: largest} if session.settings == now else {}
             else:
-                answers.peaks[about] = session.peaks_by_batch(**changes)
+                peaks = session.peaks_by_batch(**changes)
+                answers.peaks |= {about: peaks} if session.settings == now else {}
         except Exception as error:  # and is not asked for again, unless it may go well later
-            answers.failed[question] = str(error)
-            if isinstance(error, NotThisTime) or not isinstance(error, InvalidInput | WorkloadError):
-                answers.failed_at[question] = session.history.steps
+            if session.settings == now:  # after a flip meanwhile, this was said of something else
+                answers.failed[question] = str(error)
+                if isinstance(error, NotThisTime) or not isinstance(error, InvalidInput | WorkloadError):
+                    answers.failed_at[question] = session.history.steps
             if not isinstance(error, GpumemError):
                 raise
         finally:

@@ -115,6 +115,23 @@ def test_it_asks_for_every_flip_once_and_again_when_the_model_may_have_changed(
     assert session.asked == first * 2
 
 
+def test_what_was_found_while_you_flipped_is_not_said_of_other_settings(
+    session: Session, predictions: FlipPredictions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flips_meanwhile() -> int:
+        session.set(precision="bf16")
+        return 200
+
+    before = session.settings
+    monkeypatch.setattr(session, "largest_batch", flips_meanwhile)
+    look(predictions)
+    monkeypatch.undo()
+    session.settings = before
+    look(predictions)
+    assert {"largest": True} in session.asked, "it is asked for again"
+    assert "100 at most" in predictions.regions["batch_size"].html
+
+
 def test_after_a_cell_it_asks_with_the_next_step_and_no_earlier(session: Session, predictions: FlipPredictions) -> None:
     look(predictions)
     session.asked = []

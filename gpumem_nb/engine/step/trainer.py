@@ -366,7 +366,7 @@ class Trainer:
         learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
         outcome = self.stepper.take(order, failure)
         if outcome.discarded:
-            event = outcome.failure.kind if outcome.failure else "trial" if chunk.trial else "discarded"
+            event = outcome.failure.kind if outcome.failure else "discarded"
         else:
             event = "tried" if chunk.tried else "flip" if self._flipped else ""
             self.steps += 1
