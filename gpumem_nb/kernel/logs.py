@@ -91,11 +91,7 @@ TARGETS: dict[str, Callable[[str], Target]] = {
 
 
 def place_of(target: str, to: str) -> str:
-    """Return where a log to this target is written, however the target is spelled.
-
-    Raises:
-        InvalidInput: not a path.
-    """
+    """Return where a log to this target is written, however the target is spelled."""
     if to == "trackio":
         project, _, name = target.partition("/")
         return f"{project}/{name or TrackioRun.NAME}"

@@ -124,12 +124,7 @@ def ready_made(source: Path) -> state_file.Header:
 
 
 def ranks_for(path: str | os.PathLike[str] | None) -> tuple[Path, int | None]:
-    """Return the file to resume from without a session, and the number of ranks: its own, or one per GPU here.
-
-    Raises:
-        InvalidInput: not a path.
-        StateFileError: as :func:`newest` and :func:`ready_made`.
-    """
+    """Return the file to resume from without a session, and the number of ranks: its own, or one per GPU here."""
     source = newest(snapshot_folder.for_session(0)) if path is None else as_path(path)
     header = ready_made(source)
     return source, None if resources.visible_gpus() else min(header.ranks, resources.most_ranks())

@@ -260,7 +260,7 @@ def test_an_interrupted_resume_is_done_or_not_begun(
 
     session.run(slow_to_apply)
     stop = Stop(applying.exists)
-    with pytest.raises(Interrupted, match="too late: digits-resnet goes on from step 2"):
+    with pytest.raises(Interrupted, match="too late: digits-resnet was already resumed at step 2"):
         session.resume(tmp_path / "two")
     assert in_time(stop.took_s(), PROMPT_S)
     assert losses(session, 2) == expected

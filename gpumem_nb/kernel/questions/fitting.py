@@ -75,9 +75,6 @@ class SlowPrecisions:
             settings: those to try it with.
             again: told what a step took that was slow; says whether another one may be taken, because something may
                 have come in between.
-
-        Raises:
-            WorkloadError: the step failed for another reason than memory.
         """
         precision = settings.precision
         if precision not in self._first_s:

@@ -22,12 +22,7 @@ class Inspection(AsksRanks):
     """Asks the ranks of one cluster where their bytes are."""
 
     def report(self, by: str | None, timeline: bool) -> MemoryReport:
-        """Return what every rank reads, and what the latest known peak is made of; ``timeline`` records a step for it.
-
-        Raises:
-            InvalidInput: ``by`` is not a view.
-            WorkloadError: a step cannot be recorded.
-        """
+        """Return what every rank reads and what the latest known peak is made of; ``timeline`` records a step."""
         check_view(by)
         timelines = tuple(self.timeline()) if timeline else ()
         ledgers = [line.ledger for line in timelines] or self._ledgers()

@@ -40,12 +40,7 @@ class Predicting(AsksRanks):
         self._mean: dict[int, bool | None] = {}  # by model version, what the ranks found of training in parts
 
     def predict(self, knobs: dict[str, Any]) -> Prediction:
-        """Return what the present settings with these changes would need.
-
-        Raises:
-            InvalidInput: an unknown knob, or a value that cannot be used with what is loaded.
-            WorkloadError: nothing is loaded, or a small step failed for another reason than memory.
-        """
+        """Return what the present settings with these changes would need."""
         history, now = self._history, self._training.settings
         begun, model_version = history.begun, history.model_version
         settings = self._checked(knobs)
@@ -74,11 +69,7 @@ class Predicting(AsksRanks):
         return Splits(bool(workload and workload.batch_norm), self._mean.get(self._history.model_version))
 
     def answer(self, settings: Settings) -> Prediction:
-        """Return what these settings would need: by small steps, and by whole ones where they take no longer than that.
-
-        Raises:
-            WorkloadError: as :meth:`predict`.
-        """
+        """Return what these settings would need, by small steps, and by whole ones where they are that quick."""
         return self._rehearsed(self.by_small_steps(settings, [settings.batch_size])[0])
 
     def score(self) -> Scoreboard:
@@ -195,11 +186,7 @@ class Predicting(AsksRanks):
         return self._sample_s[about] * settings.samples_per_rank <= LONGEST_S
 
     def what_if(self) -> WhatIf:
-        """Every single flip from the present settings; those that cannot be used with what is loaded are left out.
-
-        Raises:
-            WorkloadError: nothing is loaded, or a small step under the present settings failed, but not for memory.
-        """
+        """Every single flip from the present settings; those that cannot be used with what is loaded are left out."""
         now, flips = self.predict({}), []
         for _, flip in single_flips(now.settings, self._loaded()):
             with suppress(InvalidInput, WorkloadError):
@@ -261,9 +248,6 @@ class Predicting(AsksRanks):
             settings: everything but the size.
             most: samples for a micro-batch that there are.
             heard: called before each question to the ranks.
-
-        Raises:
-            WorkloadError: as :meth:`predict`.
         """
         sure, likely, small_s = self._by_smallest_steps(settings, most)
         search = fit.largest(sure, likely, most)

@@ -256,12 +256,7 @@ class ForegroundRequests:
         self._wait = wait
 
     def evaluate(self) -> Evaluation:
-        """Evaluate the model.
-
-        Raises:
-            InvalidInput: there is no validation data.
-            TrainingFailed: some rank could not, or is stuck since the last stall.
-        """
+        """Evaluate the model."""
         if self._state.workload:
             check_held_out(self._state.workload)
         replies = self._ask(0, evaluate=True)

@@ -141,10 +141,6 @@ class Training:
         Args:
             knobs: new values by name; all others stay as they are at this moment.
             check: raises for settings that do not go with what is loaded.
-
-        Raises:
-            InvalidInput: an unknown knob, a value that cannot be used, or what ``check`` raises; nothing was changed.
-            TrainingFailed: the ranks could not switch to them.
         """
         with self._state.locked():
             before = self._state.settings
