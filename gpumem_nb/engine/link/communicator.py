@@ -198,12 +198,15 @@ class Single(Communicator):
         return set()
 
 
-_of_process: Communicator = Single()
+_of_process: Communicator | None = None
 _of_thread = threading.local()
 
 
 def here() -> Communicator:
     """Return this rank's link to the others. A process that was joined to none is a rank by itself."""
+    global _of_process
+    if _of_process is None:  # not made before it is asked for: a virtual GPU counts its vote
+        _of_process = Single()
     return getattr(_of_thread, "link", None) or _of_process
 
 
