@@ -11,13 +11,13 @@ from functools import lru_cache
 
 from ..shared.questions import Cell
 from .imports import PLOTTING, brought_by_all, imported_in
-from .plain import PlainCell, is_future, makes_files, plain_cell
+from .plain import PlainCell, makes_files, plain_cell
 from .statements import BUILTIN, NOTEBOOK, Statement, statement
 
 OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
 """What cells find defined when the ranks start."""
 _OURS = {"horovod", "gpumem_nb"}
-_NOTHING = PlainCell("", (), "", "", False)
+_NOTHING = PlainCell("", (), "", "")
 
 _Version = tuple[str, int]
 
@@ -65,7 +65,7 @@ def parts_of(cells: Sequence[Cell]) -> list[Part]:
     for number, cell in enumerate(cells):
         for name, variable in cell.offered:
             if variable not in ("", name) and name not in held:
-                parts.append(_part(PlainCell(f"{name} = {variable}", (), "", "", False), number))
+                parts.append(_part(PlainCell(f"{name} = {variable}", (), "", ""), number))
             elif not variable and name not in held:
                 parts.append(Part(number, binds=frozenset({name})))
         if cell.opaque or cell.pushed:
@@ -90,8 +90,7 @@ def _part(plain: PlainCell, number: int) -> Part:
 
 @lru_cache(maxsize=1000)  # cells run again, and scripts are written again
 def _looked_at(plain: PlainCell) -> Part:
-    nodes = [node for node in ast.parse(plain.text).body if not is_future(node)]
-    statements = [statement(node, plain.lazy, _brought(node)) for node in nodes]
+    statements = [statement(node, _brought(node)) for node in ast.parse(plain.text).body]
     binds, surely, fresh, reads, first, late = (set[str]() for _ in range(6))
     for one in statements:
         late |= one.late

@@ -116,7 +116,7 @@ class Collector:
 
     def _names_in(self, role: str, source: str, known: dict[str, Any]) -> None:
         """Define whatever some code uses of its module."""
-        used = [statement(node, False, ()) for node in ast.parse(source).body]
+        used = [statement(node, ()) for node in ast.parse(source).body]
         for name in sorted({name for one in used for name in one.reads | one.late | one.binds_late}):
             if name in known and not (hasattr(builtins, name) and known[name] is getattr(builtins, name)):
                 self._define(role, name, known[name])

@@ -6,7 +6,7 @@ import ast
 import builtins
 import importlib
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib.machinery import PathFinder
 
@@ -39,17 +39,6 @@ def _at_top(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
             yield child
         elif isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case) and not isinstance(child, _DEFINITIONS):
             yield from _at_top(child)
-
-
-def named(text: str, names: Collection[str]) -> str:
-    """Imports with those of these names that ``*`` of Python's own modules brings in the place of it."""
-    tree, changed = ast.parse(text), False
-    for node in tree.body:
-        brought = _brought(node) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" else None
-        if isinstance(node, ast.ImportFrom) and brought is not None:
-            node.names, changed = [ast.alias(name) for name in sorted(brought.intersection(names))], True
-    tree.body = [node for node in tree.body if getattr(node, "names", True)]
-    return ast.unparse(tree) if changed else text
 
 
 @cache
@@ -112,7 +101,8 @@ def check_names(order: Order, bare: str) -> None:
     clash = source.defines & ((theirs - found) | imported.keys())
     clash |= {name for name, what in own if name in theirs or imported.get(name, what) != what}
     if clash:
-        raise WorkloadError(f"Your code and the script both call something {min(clash)}. Rename yours.")
+        star = ", or import what you need by its name instead of *" if "import *" in source.definitions else ""
+        raise WorkloadError(f"Your code and the script both call something {min(clash)}. Rename yours{star}.")
 
 
 def own_modules(order: Order) -> dict[str, str]:

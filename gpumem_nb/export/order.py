@@ -38,7 +38,8 @@ class Source:
         saves: whether functions in it write files by ``torch.save``.
         plots: whether it imports matplotlib or seaborn.
         defines: names that the code defines.
-        left_out: statements of cells that are not in it.
+        left_out: statements of cells that do something outside of the script, such as making files, and are not in it.
+        settings: statements in it that set something of the whole process.
         lazy_annotations: whether annotations of some of it are not evaluated.
     """
 
@@ -55,6 +56,7 @@ class Source:
     plots: bool = False
     defines: frozenset[str] = frozenset()
     left_out: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     lazy_annotations: bool = False
 
 

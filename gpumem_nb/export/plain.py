@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from .imports import PLOTTING, named
+from .imports import PLOTTING
 
 _SAVING = {"dump", "push_to_hub", "write_text", "write_bytes", "tofile", "imsave", "imwrite", "write_image"}
 _SAVING |= {f"to_{kind}" for kind in ("csv", "json", "parquet", "pickle", "excel", "feather", "html", "markdown")}
@@ -189,14 +189,12 @@ class PlainCell:
         acted: the first of them that runs code under a magic; empty without any.
         odd_save: a statement that writes a file and does something else; empty without any.
         same: whether the rest of it is the code that ran.
-        lazy: whether its annotations are not evaluated: ``from __future__ import annotations``.
     """
 
     text: str
     left_out: tuple[str, ...]
     acted: str
     odd_save: str
-    lazy: bool
     same: bool = True
 
 
@@ -219,14 +217,8 @@ def plain_cell(source: str, meant: Mapping[str, str]) -> PlainCell:
         tuple(texts),
         next((text for node, text in zip(told, texts, strict=True) if may_act(node)), ""),
         next((ast.get_source_segment(source, node) or "" for node in odd), ""),
-        any(is_future(node) for node in tree.body),
         _is_rest(text, tree, removed),
     )
-
-
-def is_future(node: ast.stmt) -> TypeGuard[ast.ImportFrom]:
-    """Return whether a statement says how code is read."""
-    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
 def without_timing(source: str) -> str:
@@ -236,12 +228,6 @@ def without_timing(source: str) -> str:
     texts = [(node, _plain(magic.code)) for node in watched if (magic := magic_of(node.value))]
     plain = _replaced(source, [(node.value, text) for node, text in texts])
     return plain if watched and _parsed(plain) else source
-
-
-def with_named_imports(text: str, names: Collection[str]) -> str:
-    """Return code that imports those of these names which ``*`` of Python's own modules brings, in the place of it."""
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
-    return _replaced(text, [(node, named(ast.unparse(node), names) or "pass") for node in nodes])
 
 
 def defining_magic(source: str, name: str) -> str:
@@ -269,7 +255,7 @@ def _removed(body: Sequence[ast.stmt], meant: Mapping[str, str]) -> Iterator[ast
         if (node.lineno, node.col_offset) < end:
             continue  # inside of one that is removed
         saving = saves(node) and only_saves(node)
-        idle = is_line_of_ipython(node) or is_future(node) or _opens_window(node, meant)
+        idle = is_line_of_ipython(node) or _opens_window(node, meant)
         if idle or saving or only_makes_files(node, meant):
             end = (node.end_lineno or 0, node.end_col_offset or 0)
             yield node

@@ -64,14 +64,6 @@ def other_methods(source: str, value: type, file: str, around: str) -> Iterator[
                     yield name
 
 
-def same_annotations(text: str, lazy: bool, here: bool) -> bool:
-    """Return whether some code does the same where annotations are evaluated otherwise than it says."""
-    one, other = (
-        compile(text, "<script>", "exec", _LAZY if wanted else 0, dont_inherit=True) for wanted in (lazy, here)
-    )
-    return lazy == here or _same(one, other)
-
-
 def _has(codes: Iterator[types.CodeType], function: types.FunctionType) -> bool:
     return any(_same(code, function.__code__) for code in codes)
 

@@ -3,54 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from ..shared.questions import Cell
 from .cells import OFFERED, Part, Relations, parts_of
 from .imports import brought_by_all, imported_in
-from .plain import calls, with_named_imports, without_timing
+from .order import Source
+from .plain import calls, without_timing
 from .refusals import (
-    in_short,
     missing,
-    refuse_annotations,
-    refuse_code,
-    refuse_drawing,
-    refuse_everything,
-    refuse_magic,
-    refuse_odd_save,
-    refuse_setting,
-    refuse_unclear,
+    not_for_a_script,
+    replaced_by_all,
+    saved_with_more,
+    unclear_name,
+    unclear_numbers,
+    unclear_setting,
 )
-from .sameness import same_annotations
 from .shown import READERS, only_shown
 from .statements import BUILTIN, NOTEBOOK
-
-
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """The cells that a script needs.
-
-    Attributes:
-        text: their code, in order.
-        seed: where random numbers of cells began, before what is in it.
-        uses: names of :data:`OFFERED` that it uses, and IPython's ``display``.
-        binds: names that it defines, and does not only import.
-        left_out: statements that do something outside of the script, such as making files, and are not in it.
-        settings: statements in it that set something of the whole process.
-        plots: whether it imports matplotlib or seaborn.
-        saves: whether functions in it write files by ``torch.save``.
-        lazy: whether annotations of it are not evaluated.
-    """
-
-    text: str
-    seed: int
-    uses: frozenset[str]
-    binds: frozenset[str]
-    left_out: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    plots: bool = False
-    lazy: bool = False
-    saves: bool = False
 
 
 def settings_in(cells: Sequence[Cell]) -> list[str]:
@@ -60,7 +29,7 @@ def settings_in(cells: Sequence[Cell]) -> list[str]:
     return list(dict.fromkeys(one.text for place in range(len(parts)) for one in relations.settings(place)))
 
 
-def selected(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: bool) -> Selected:
+def selected(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten: bool) -> Source:
     """Return the cells that define the names, or may change what they stand for: each as a whole.
 
     A cell that drew random numbers before one that is needed is there too, unless they were seeded in between.
@@ -79,22 +48,18 @@ def selected(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten
     if lacking:
         raise missing([Cell(without_timing(cell.source), pushed=cell.pushed) for cell in cells], lacking, forgotten)
     kept = [selection.parts[place] for place in places]
-    lazy = any(part.plain.lazy for part in kept)
-    for part in kept:
-        if not same_annotations(part.plain.text, part.plain.lazy, lazy):
-            refuse_annotations(in_short(part.plain.text))
     first = min((part.number for part in kept), default=0)
     seeds = [cell.seed for cell in cells[: first + 1] if cell.seed is not None]
     packages = {what.partition(".")[0] for part in kept for _, what in imported_in(part.plain.text)}
-    return Selected(
-        text=_joined(kept, cells),
-        seed=seeds[-1] if seeds else seed,
+    return Source(
+        "cells",
+        definitions=_joined(kept, cells),
+        cell_seed=seeds[-1] if seeds else seed,
         uses=uses,
-        binds=frozenset(name for part in kept for name in _defined(part)),
+        defines=frozenset(name for part in kept for name in _defined(part)),
         left_out=tuple(dict.fromkeys(reversed(selection.left_out))),
         settings=tuple(one.text for place in places for one in selection.relations.settings(place)),
         plots=bool({"matplotlib", "seaborn"} & packages),
-        lazy=lazy,
         saves=any(calls("torch.save", one.text) for part in kept for one in part.statements),
     )
 
@@ -156,7 +121,7 @@ class _Selection:
             )
             if not cell.known:
                 if draws:
-                    refuse_drawing(cell)
+                    raise unclear_numbers(cell)
                 self._check_unclear(place, live, kept)
                 self._leave_out(place) if cell.finished else None
                 continue
@@ -187,18 +152,21 @@ class _Selection:
     def _check(self, part: Part, cell: Cell) -> None:
         """Refuse what cannot be kept as it is."""
         if part.plain.acted and cell.drew:
-            refuse_magic()
+            raise missing([], NOTEBOOK - {"display"}, False)
         if not part.plain.same:
-            refuse_code(part.plain.text, "would stand there otherwise than it ran")
+            raise not_for_a_script(part.plain.text, "would stand there otherwise than it ran")
         if part.plain.odd_save:
-            refuse_odd_save(part.plain.odd_save)
+            raise saved_with_more(part.plain.odd_save)
         for one in part.statements:
+            packages = {what.partition(".")[0] for _, what in imported_in(one.text)}
             if one.waits:
-                refuse_code(one.text, "a script cannot wait outside of functions")
-            if any(what.partition(".")[0] == "gpumem_nb" for _, what in imported_in(one.text)):
-                refuse_code(one.text, "a script does without gpumem_nb")
+                raise not_for_a_script(one.text, "a script cannot wait outside of functions")
+            if "gpumem_nb" in packages:
+                raise not_for_a_script(one.text, "a script does without gpumem_nb")
+            if "__future__" in packages:
+                raise not_for_a_script(one.text, "would change how all other cells are read")
             if brought_by_all(one.text) is None:
-                refuse_everything(one.text, min(part.binds - part.imports or self._names))
+                raise replaced_by_all(one.text, min(part.binds - part.imports or self._names))
 
     def _check_stars(self, place: int, live: set[str]) -> None:
         """Refuse an import of ``*`` that may have replaced something that is needed after it."""
@@ -208,7 +176,7 @@ class _Selection:
             if brought is None or not self._cells[part.number].known:
                 before = {name for earlier in self.parts[:place] for name in earlier.binds}
                 if names := (live if brought is None else live & brought) & before - OFFERED:
-                    refuse_everything(one.text, min(names))
+                    raise replaced_by_all(one.text, min(names))
 
     def _changes(self, place: int, live: Collection[str]) -> bool:
         """Return whether a part may change something that is needed."""
@@ -227,13 +195,13 @@ class _Selection:
             doubtful = [*self.relations.settings(place), *(one for one in part.statements if one.reaches)]
             again = self._said_again(place, kept)
             if unclear := [one.text for one in doubtful if one.text not in again]:
-                refuse_setting(cell, unclear[0])
+                raise unclear_setting(cell, unclear[0])
             if part.acts and self.relations.touches(place, live):
                 used = {name for one in part.statements for name in one.reads} - OFFERED - BUILTIN - NOTEBOOK
                 concerned = frozenset(used - part.imports - self.relations.imported or used)
         if concerned:
             known = {name for one in self.parts if self._cells[one.number].known for name in one.binds}
-            refuse_unclear(cell, min(concerned), bool(concerned & known))
+            raise unclear_name(cell, min(concerned), bool(concerned & known))
 
     def _said_again(self, place: int, kept: Sequence[int]) -> set[str]:
         """Return what known cells say before anything acts that is kept and is not in this part."""
@@ -248,12 +216,11 @@ class _Selection:
 
 def _joined(parts: Sequence[Part], cells: Sequence[Cell]) -> str:
     """Return the cells, a blank line between them; and where random numbers were seeded in between."""
-    used = {name for part in parts for one in part.statements for name in one.reads | one.late}
     texts, before = list[str](), len(cells)
     for part in parts:
         seeds = [cell.seed for cell in cells[before + 1 : part.number] if cell.seed is not None]
         if seeds:
             texts.append("torch.manual_seed({0})\nnp.random.seed({0})\nrandom.seed({0})".format(seeds[-1]))
-        texts.append(with_named_imports(part.plain.text.strip("\n"), used))
+        texts.append(part.plain.text.strip("\n"))
         before = part.number
     return "\n\n".join(texts)

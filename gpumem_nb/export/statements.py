@@ -95,19 +95,17 @@ class Statement:
     waits: bool
 
 
-def statement(node: ast.stmt, lazy: bool, brought: Collection[str]) -> Statement:
+def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
     """Look at a statement.
 
     Args:
         node: the statement.
-        lazy: whether its annotations are not evaluated.
         brought: names that an import in it brings by ``*``.
     """
     text = ast.unparse(node)
     known = _WithoutAwait.of(text) if "await" in text or "async" in text else text
     table = symtable.symtable(known, "cell", "exec")
     binds = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()} | set(brought)
-    table = symtable.symtable(f"from __future__ import annotations\n{known}", "cell", "exec") if lazy else table
     reads = {one.get_name() for one in table.get_symbols() if one.is_referenced()}
     own = [*_outside_functions(node)]
     reads -= {name for one in own for name in _given(one)} - {name for one in own for name in _read_before(one)}

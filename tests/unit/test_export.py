@@ -22,7 +22,7 @@ from gpumem_nb.shared.questions import Cell
 
 def sliced(*cells: Cell | str, names: tuple[str, ...] = ("net",)) -> str:
     found = selected([Cell(one) if isinstance(one, str) else one for one in cells], names, 0, forgotten=False)
-    return found.text
+    return found.definitions
 
 
 def test_cells_are_kept_as_they_are_that_define_or_change_what_is_needed() -> None:
@@ -59,7 +59,7 @@ def test_cells_that_drew_before_are_kept_until_numbers_were_seeded() -> None:
     assert "noise" not in sliced(net, drawn)
     both = sliced(drawn, Cell(seed=7), net, names=("noise", "net"))
     assert both.index("noise") < both.index("torch.manual_seed(7)") < both.index("net =")
-    assert selected([drawn, Cell(seed=7), net], ["net"], 0, forgotten=False).seed == 7
+    assert selected([drawn, Cell(seed=7), net], ["net"], 0, forgotten=False).cell_seed == 7
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_record_forgets_the_oldest_and_keeps_where_their_numbers_began() -> No
 
 def of(record: CellRecord, name: str = "net") -> str:
     found = selected(record.before_load(), [name], record.seed, record.gone)
-    return found.text
+    return found.definitions
 
 
 def ran(record: CellRecord, *sources: str) -> None:

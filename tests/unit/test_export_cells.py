@@ -15,7 +15,7 @@ from gpumem_nb.shared.questions import Cell
 
 def sliced(*cells: Cell | str, names: tuple[str, ...] = ("net",)) -> str:
     found = selected([Cell(one) if isinstance(one, str) else one for one in cells], names, 0, forgotten=False)
-    return found.text
+    return found.definitions
 
 
 def result(*cells: str) -> object:
@@ -130,7 +130,7 @@ def test_what_writes_files_is_left_out_and_named(save: str) -> None:
     cells = [Cell(made), Cell(save, drew=True), Cell("net.grow()", drew=True)]
     found = selected(cells, ["net"], 0, forgotten=False)
     assert found.left_out == (save,)
-    assert found.text == f"{made}\n\nnet.grow()"
+    assert found.definitions == f"{made}\n\nnet.grow()"
     inside = sliced(f"{made}\nfor i in range(3):\n    net.grow(i)\n" + textwrap.indent(save, "    "), "net.grow()")
     assert {ast.unparse(one) for one in ast.walk(ast.parse(inside))}.isdisjoint({save, ast.unparse(ast.parse(save))})
     assert "# not in the script: " in inside
@@ -151,7 +151,7 @@ def test_a_file_that_is_written_with_something_else_is_refused() -> None:
 def test_an_earlier_object_of_that_name_is_not_kept_for_what_only_calls_torch_or_horovod() -> None:
     first = "net = First()\nhvd.barrier()\nhvd.rank()\ntorch.save(net.state_dict(), 'x')"
     found = selected([Cell(first), Cell("net = list()")], ["net"], 0, forgotten=False)
-    assert (found.text, found.uses) == ("net = list()", frozenset())
+    assert (found.definitions, found.uses) == ("net = list()", frozenset())
 
 
 def test_what_functions_set_of_the_process_is_kept() -> None:
@@ -270,16 +270,11 @@ def test_a_function_that_may_have_changed_what_is_global_is_not_passed_over(cell
         selected([*made, cell], ["net"], 0, False)
 
 
-def test_annotations_that_are_not_evaluated_are_told_and_not_mixed_with_others() -> None:
+def test_annotations_that_are_not_evaluated_are_refused_because_other_cells_would_be_read_so_too() -> None:
     lazy = "from __future__ import annotations\nimport os\ndef make(x: Later): return [x]"
-    found = selected([Cell(lazy), Cell("net = make(1)")], ["net"], 0, False)
-    assert found.lazy
-    assert all(not isinstance(node, ast.ImportFrom) for node in ast.parse(found.text).body)
-    joined = lazy.replace("\nimport", "; import")
-    assert selected([Cell(joined), Cell("net = os.sep")], ["net"], 0, False).text.startswith("pass; import os")
-    assert not selected([Cell(lazy), Cell("net = [1]")], ["net"], 0, False).lazy
-    with pytest.raises(WorkloadError, match=r"annotations`, and the one with `def other.*both cells or neither"):
-        sliced(lazy, "def other(x: int): return x", "net = [make, other]")
+    with pytest.raises(WorkloadError, match=r"`from __future__ import annotations` is in a cell that the script needs"):
+        sliced(lazy, "net = make(1)")
+    assert sliced(lazy, "net = [1]") == "net = [1]"
 
 
 @pytest.mark.parametrize("call", ["set_attention('slow')", "speed.set_attention('slow')", "speed.attention = 'slow'"])
@@ -369,7 +364,7 @@ def test_files_that_are_not_written_are_named_whatever_was_in_them() -> None:
     cells = [Cell("import json\nfrom lib import change\ntokens = [1]"), *map(Cell, saves), Cell("net = [2]")]
     found = selected(cells, ["net"], 0, False)
     assert found.left_out == tuple(saves)
-    assert "dump" not in found.text
+    assert "dump" not in found.definitions
 
 
 def test_an_import_of_everything_of_pythons_own_replaces_what_it_has() -> None:

@@ -6,7 +6,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from gpumem_nb.export.order import Source
-from gpumem_nb.export.selecting import Selected, selected
+from gpumem_nb.export.selecting import selected
 from gpumem_nb.kernel.questions.exporting import _of_statements
 from gpumem_nb.shared.questions import Cell
 
@@ -18,7 +18,7 @@ BEGIN = (
 MADE = "from lib import read\nnet = read('d.csv')"
 
 
-def found(*cells: Cell | str) -> Selected:
+def found(*cells: Cell | str) -> Source:
     to_plain = TransformerManager().transform_cell
     whole = [Cell(to_plain(one).rstrip()) if isinstance(one, str) else one for one in (BEGIN, *cells, MADE)]
     return selected(whole, ["net"], 0, forgotten=False)
@@ -55,7 +55,7 @@ def found(*cells: Cell | str) -> Selected:
 )
 def test_what_made_files_is_named_where_a_script_does_not_do_it(cell: str) -> None:
     kept = found(cell)
-    assert kept.text == f"{BEGIN}\n\n{MADE}"
+    assert kept.definitions == f"{BEGIN}\n\n{MADE}"
     [text] = kept.left_out
     assert TransformerManager().transform_cell(cell).rstrip().endswith(text)
     partly = Cell(TransformerManager().transform_cell(cell), everywhere=False)
@@ -85,7 +85,7 @@ def test_what_makes_no_files_is_not_named(cell: str) -> None:
 
 def test_a_file_that_is_made_for_what_is_needed_is_made_in_the_script() -> None:
     kept = selected([Cell(BEGIN), Cell("path, _ = fetch(u)\nnet = open(path)")], ["net"], 0, forgotten=False)
-    assert "fetch(u)" in kept.text
+    assert "fetch(u)" in kept.definitions
     assert kept.left_out == ()
 
 

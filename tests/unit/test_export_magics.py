@@ -18,7 +18,7 @@ def cell(source: str, drew: bool = False) -> Cell:
 
 def sliced(*sources: str) -> str:
     found = selected([cell(source) for source in sources], ["net"], 0, forgotten=False)
-    return found.text
+    return found.definitions
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_code_that_is_timed_or_captured_is_as_if_it_were_not(source: str, plain:
 
 def test_what_timed_code_draws_and_sets_counts() -> None:
     first, made = cell("%%time\nrows = torch.randn(3)", drew=True), cell("net = torch.randn(3)", drew=True)
-    assert "rows = torch.randn(3)" in selected([first, made], ["net"], 0, forgotten=False).text
+    assert "rows = torch.randn(3)" in selected([first, made], ["net"], 0, forgotten=False).definitions
     setting = "torch.set_default_dtype(torch.float64)"
     assert settings_in([cell(f"%%time\n{setting}")]) == [setting]
 
@@ -80,4 +80,4 @@ def test_cells_under_a_magic_that_runs_them_are_named_and_refused_where_they_dre
     with pytest.raises(WorkloadError, match=r"IPython's own.*%hvd_seed"):
         selected([cell(timed, drew=True), made], ["net"], 0, forgotten=False)
     shell = cell("%%bash\nls", drew=True)
-    assert selected([shell, made], ["net"], 0, forgotten=False).text == "net = torch.randn(3)"
+    assert selected([shell, made], ["net"], 0, forgotten=False).definitions == "net = torch.randn(3)"

@@ -137,7 +137,7 @@ def test_a_script_makes_what_the_notebook_had(
     here = begun()
     del here["get_ipython"]
     try:
-        exec(compile(found.text, "script", "exec", dont_inherit=True), here)
+        exec(compile(found.definitions, "script", "exec", dont_inherit=True), here)
     finally:
         torch.set_default_dtype(torch.float32)
     assert looked_at(here["net"]) == looked_at(there["net"])

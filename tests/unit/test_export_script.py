@@ -324,9 +324,14 @@ def test_cells_open_no_windows_and_save_nothing_while_they_run() -> None:
     code += "keep(1)\nplt.show()\ndisplay(3)"
     found = selected([Cell(code), Cell("net = keep")], ["net"], 0, forgotten=False)
     assert found.plots and found.saves and found.uses == {"display"}  # noqa: PT018
-    assert "\n# not in the script: plt.show()\n" in found.text
+    assert "\n# not in the script: plt.show()\n" in found.definitions
     source = Source(
-        "cells", definitions=found.text, names={"model": "net"}, uses=found.uses, plots=found.plots, saves=found.saves
+        "cells",
+        definitions=found.definitions,
+        names={"model": "net"},
+        uses=found.uses,
+        plots=found.plots,
+        saves=found.saves,
     )
     lines = written(Settings(), source).splitlines()
     backend = next(place for place, line in enumerate(lines) if line.startswith('os.environ.setdefault("MPLBACKEND"'))

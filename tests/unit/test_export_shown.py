@@ -21,7 +21,7 @@ def sliced(*cells: str | Cell) -> str:
     """The script of a ``net`` that ``rows`` are part of."""
     whole = [Cell(one) if isinstance(one, str) else one for one in (*BEGIN, *cells)]
     found = selected(whole, ("net", "rows"), 0, forgotten=False)
-    return found.text
+    return found.definitions
 
 
 @pytest.mark.parametrize(

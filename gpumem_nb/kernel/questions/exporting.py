@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -123,18 +124,7 @@ class Exporting(AsksRanks):
                 f"`{in_short(found.settings[0])}` was for the ranks before they were started again, and holds there no "
                 "more. Run the cells that made model and data again, and attach again."
             )
-        return Source(
-            "cells",
-            definitions=found.text,
-            names=names,
-            cell_seed=found.seed,
-            uses=found.uses,
-            plots=found.plots,
-            saves=found.saves,
-            defines=found.binds,
-            left_out=found.left_out,
-            lazy_annotations=found.lazy,
-        )
+        return replace(found, names=names)
 
     def _of_functions(self, settings: Settings) -> Source:
         workload, collector = self._origin.workload, Collector()
