@@ -110,6 +110,8 @@ def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
     own = [*_outside_functions(node)]
     reads -= {name for one in own for name in _given(one)} - {name for one in own for name in _read_before(one)}
     reads |= {one.target.id for one in own if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name)}
+    deletes = {one.id for one in own if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Del)}
+    reads |= deletes  # it fails without them
     late, binds_late = set[str](), set[str]()
     for name, assigned, called_later in _inner(table, False):
         (late if called_later else reads).add(name)
@@ -126,7 +128,7 @@ def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
         binds=frozenset(binds),
         surely=frozenset(surely),
         fresh=frozenset(surely | {name for one in own for name in _given(one)}),
-        deletes=frozenset(one.id for one in own if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Del)),
+        deletes=frozenset(deletes),
         reads=frozenset(reads),
         first=frozenset(reads if _reads_first(node) else reads - binds),
         late=frozenset(late),

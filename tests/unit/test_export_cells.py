@@ -377,3 +377,7 @@ def test_a_module_of_pythons_own_that_is_not_here_may_bring_anything(monkeypatch
     monkeypatch.setitem(sys.modules, "tkinter", None)
     with pytest.raises(WorkloadError, match="What width is cannot be told"):
         sliced("def width(): return 3", "from tkinter import *", "net = [width()]")
+
+
+def test_what_a_kept_cell_deletes_is_there() -> None:
+    assert result("net = [5]", "box = {'n': net}", "del box") == [5]
