@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _of_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 CHECKED_WITH = ("2.13.0",)  # of torch
@@ -54,6 +56,25 @@ def fake_constant(mode: Any, tensor: Tensor) -> Tensor:
 def has_constant(tensor: Tensor) -> bool:
     """Return whether a fake tensor knows its values."""
     return getattr(tensor, "constant", None) is not None
+
+
+@contextmanager
+def foreach_as_for_real_tensors() -> Iterator[None]:
+    """Inside, torch takes its ``foreach`` code for fake tensors where it would for real ones on their device.
+
+    It asks for the exact type of each tensor (``_default_to_fused_or_foreach``, torch/optim/optimizer.py, and
+    ``_has_foreach_support``, torch/utils/_foreach_utils.py). So by default an optimizer on CUDA would be foreseen
+    without the temporary tensors of all weights together.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for kinds in (_of_optimizers, _of_utils):
+        kinds.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for kinds in (_of_optimizers, _of_utils):
+            kinds.remove(FakeTensor)
 
 
 def modes_set_aside() -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -22,6 +23,7 @@ from ..shared.readings import METRICS
 from ..shared.units import format_bytes
 from ..shared.whole_file import why_kept
 from .ledger.events import TensorLog
+from .virtual_gpu.build import build
 
 
 class Nvml:
@@ -145,6 +147,7 @@ class CudaDevice:
         self.allocator, not_modelled = in_force()
         self.note = " ".join(filter(None, (self._nvml.note, not_modelled)))
         self._device_used = self.use().used_bytes
+        threading.Thread(target=_build_ahead, name="gpumem_nb building", daemon=True).start()
         if memory_limit is not None:
             self.set_limit(memory_limit)
 
@@ -242,6 +245,12 @@ class CudaDevice:
         # torch rounds the product down: half a byte more keeps it from ending one byte, and so one segment, short.
         self._is_told = True
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit + 0.5) / self._total), self.torch_device)
+
+
+def _build_ahead() -> None:
+    """Compile the model of the caching allocator, once for each torch: the first prediction would wait 6 s for it."""
+    with suppress(SetupError):  # which the first prediction says
+        build()
 
 
 def record_allocations(enabled: bool) -> None:

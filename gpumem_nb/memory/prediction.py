@@ -222,7 +222,7 @@ def _of(
     base[CODE[COMMUNICATION]] += trace.foreign_bytes
     base[CODE[OTHER]] += trace.rest_bytes
     change = trace.change
-    live = np.concatenate([[0], np.cumsum(change)]) + base.sum()
+    live = _live(trace) + base.sum()
     peak = int(live.argmax())
     place = np.abs(trace.event[:peak]) - 1
     at_peak = base + np.bincount(trace.category[place], change[:peak], len(CATEGORIES)).astype(np.int64)
@@ -297,11 +297,17 @@ def _by_peaks(
     return Forecast(live, reserved, fits, at_peak, large.phase, large.module, how)
 
 
+def _live(trace: Trace) -> Ints:
+    """Return by how much more is live before each event of a step, and after the last, than before the step."""
+    return np.concatenate([[0], np.cumsum(trace.change)])
+
+
 def _replayable(trace: Trace, first: Trace, laid_out: bool) -> tuple[list[int], Ints]:
     """Return the trace to replay: the state before, then the step several times, the ``first`` time another one.
 
-    What a step leaves is released when the next one begins, and what it took away is there again. Both traces are of
-    the same allocations. If ``laid_out``, what was there lies where it lay, else as if it came one after another.
+    What a step leaves is released when the next one begins, and what it took away is there again. What operators took
+    inside without being seen has to be found room for where most is live. Both traces are of the same allocations. If
+    ``laid_out``, what was there lies where it lay, else as if it came one after another.
     """
     held = trace.layout[trace.layout[:, 1] > 0]
     held = held[np.argsort(held[:, 1])]  # the oldest first
@@ -321,7 +327,11 @@ def _replayable(trace: Trace, first: Trace, laid_out: bool) -> tuple[list[int], 
                 made += 1
                 numbers[place] = made
                 events.append(int(step.size[place]))
-        for event in step.event.tolist():
+        highest = int(_live(step).argmax()) if step.missing_bytes else -1
+        for at, event in enumerate(step.event.tolist()):
+            if at == highest:
+                made += 1
+                events += [step.missing_bytes, -made]
             place = abs(event) - 1
             if event > 0 and step.size[place]:
                 made += 1

@@ -10,7 +10,7 @@ from gpumem_nb.memory.virtual_gpu.gpu import replay
 from .record import FORMAT
 
 # What the model of the caching allocator may be off by; it knows one stream and no expandable segments.
-RESERVED_TOLERANCE = 0.02
+RESERVED_TOLERANCE = 0.005
 # Of the peak: what the allocator may round up by, which is in no category.
 ROUNDING = 0.1
 

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 import gpumem_nb
 from gpumem_nb.cluster.resources import visible_gpus
 from gpumem_nb.session import Session
+
+HOLDS = """
+import sys, torch
+held = torch.zeros(int(sys.argv[1]), dtype=torch.uint8, device="cuda:0")
+torch.cuda.synchronize()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process(size: int) -> Iterator[None]:
+    """One that holds so many bytes on the first GPU."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield
+        finally:
+            process.stdin.close()  # it ends by itself
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gpumem_nb
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
+from gpumem_nb.workloads.catalog import CATALOG
 
 GIB = 2**30
 LARGE = {"width": 1024, "depth": 24, "heads": 16, "sequence_length": 512}  # 303 M weights
@@ -91,10 +96,13 @@ def timed(ask: Callable[[], Any]) -> tuple[float, Any]:
     return round(time.monotonic() - began, 3), answer
 
 
+def parts_of(frame: Any) -> dict[str, float]:
+    """Return the medians of a run's columns of seconds."""
+    return {name: float(frame[name].median()) for name in frame if name.endswith("_s") and name != "time_s"}
+
+
 def speed(bench: Bench) -> None:
     """A single rank beside plain torch in the same process, in turns."""
-    from gpumem_nb.workloads.catalog import CATALOG
-
     with bench.start() as session:
         began = time.monotonic()
         session.train(1)
@@ -105,11 +113,15 @@ def speed(bench: Bench) -> None:
         for precision in ("fp32", "bf16"):
             session.set(precision=precision)
             session.train(3)
-            ours, plain, parts = [], [], {}
+            ours: list[float] = []
+            plain: list[float] = []
+            parts: dict[str, float] = {}
             for _ in range(3):
                 frame = session.train(bench.steps).frame()
                 ours += frame.step_s.tolist()[2:]
-                parts = {name: float(frame[name].median()) for name in frame if name.endswith("_s") and name != "time_s"}
+                parts = {
+                    name: float(frame[name].median()) for name in frame if name.endswith("_s") and name != "time_s"
+                }
                 [took] = session.run(f"_plain(_workload, {bench.batch_size}, {precision!r}, {bench.steps})")
                 plain += took[2:]
             bench.say(
@@ -137,7 +149,7 @@ def questions(bench: Bench) -> None:
             {"batch_size": bench.batch_size // 2, "accumulation_steps": 2}, {"optimizer": "momentum"},
         ]  # fmt: skip
         for flip in flips:
-            took, predicted = timed(lambda flip=flip: session.predict(**flip))
+            took, predicted = timed(partial(session.predict, **flip))
             name = ",".join(f"{key}={value}" for key, value in flip.items())
             if isinstance(predicted, str):
                 bench.say("questions", **{name: predicted})
@@ -177,8 +189,8 @@ def limits(bench: Bench) -> None:
         session.set(batch_size=largest)
         run = session.train(20 if bench.small else 60)
         frame = run.frame()
-        bench.say("limits", steps=run.steps, notes=run.notes, step_s=frame.step_s.median(),
-                  reserved=int(frame.reserved_peak_bytes.max()) / limit, live=int(frame.live_peak_bytes.max()) / limit)  # fmt: skip
+        reserved, live = int(frame.reserved_peak_bytes.max()) / limit, int(frame.live_peak_bytes.max()) / limit
+        bench.say("limits", steps=run.steps, notes=run.notes, reserved_of_limit=reserved, live_of_limit=live)
         mib = 1 if bench.small else 100
         session.run(f"_cell = torch.empty({mib} * 2**20, dtype=torch.uint8, device=device)")
         run = session.train(8)
@@ -202,18 +214,13 @@ def sharing(bench: Bench) -> None:
         session.set(batch_size=max(2, bench.batch_size // 4), precision="bf16")
         session.train(4)
         frame = session.train(bench.steps).frame()
-        parts = {name: float(frame[name].median()) for name in frame if name.endswith("_s") and name != "time_s"}
-        bench.say("sharing", step_s=float(frame.step_s.median()), parts=parts, time=str(session.time()))
+        bench.say("sharing", step_s=float(frame.step_s.median()), parts=parts_of(frame), time=str(session.time()))
         took, predicted = timed(lambda: session.predict(checkpointing="blocks"))
         bench.say("sharing", predict_s=took, predicted=str(predicted))
 
 
 def leaving(bench: Bench) -> None:
     """Attach a model of a cell, train, tune, export, and run the script."""
-    import subprocess
-    import sys
-    import tempfile
-
     with gpumem_nb.start(1, device=bench.device) as session:
         session.run(ATTACHED)
         session.attach(model="net", loss="loss_of", data="data", optimizer="opt")
@@ -224,7 +231,9 @@ def leaving(bench: Bench) -> None:
         with tempfile.TemporaryDirectory() as folder:
             took, answer = timed(lambda: session.export(Path(folder) / "train.py"))
             bench.say("leaving", export_s=took, answer=str(answer))
-            done = subprocess.run([sys.executable, "train.py", "--steps", "20"], cwd=folder, capture_output=True, text=True)
+            done = subprocess.run(
+                [sys.executable, "train.py", "--steps", "20"], cwd=folder, capture_output=True, text=True
+            )
             bench.say("leaving", code=done.returncode, out=done.stdout[-1500:], err=done.stderr[-1500:])
 
 
@@ -236,7 +245,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 32, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()) for _ in range(6))
+        block = lambda: nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+        self.blocks = nn.ModuleList(block() for _ in range(6))
         self.head = nn.Linear(32, 10)
     def forward(self, x):
         x = self.stem(x)

@@ -29,7 +29,7 @@ from gpumem_nb.shared.messages import Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.workloads.catalog import CATALOG
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = Path(__file__).parent / "records"
 TRACED_STEPS = 3
 TIMED_STEPS = 60  # enough for one that is recorded at the default of one in twenty
@@ -80,8 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--small", action="store_true", help="workloads as small as they get")
+    parser.add_argument("--workloads", nargs="+", default=list(LARGE), choices=list(LARGE), metavar="NAME")
     args = parser.parse_args(arguments)
-    cells = [(name, options, knobs) for name, options in (SMALL if args.small else LARGE).items() for knobs in grid()]
+    sizes = SMALL if args.small else LARGE
+    cells = [(name, sizes[name], knobs) for name in args.workloads for knobs in grid()]
     print(f"{len(cells)} records into {record(args.ranks, args.device, args.folder, cells)}")
     return 0
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Everything that needs a real GPU: the tests marked "gpu", then the records (tests/gpu/README.md).
+# Everything that needs a real GPU: the tests marked "gpu", then figures and records (tests/gpu/README.md).
 # Needs a Python (PYTHON=python3) with its headers and a CUDA build of torch, that CUDA's toolkit (nvcc), a C++ compiler
 # and make, and no root. Without a GPU it changes nothing.
 set -eu
@@ -25,6 +25,7 @@ export PYTHONPATH="$PWD" PYTHONDONTWRITEBYTECODE=1
 case $python in */*) PATH="$(cd "$(dirname "$python")" && pwd):$PATH" ;; esac # its mpiexec, if it has one
 prepared=$("$python" tests/gpu/prepare.py)
 "$prepared" -m pytest -p no:cacheprovider -m gpu tests/gpu
+"$prepared" -m tests.gpu.measure
 for ranks in 1 4; do
     "$prepared" -m tests.gpu.record --ranks "$ranks"
 done

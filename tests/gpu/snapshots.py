@@ -10,7 +10,8 @@ def events_of(before: Mapping[str, Any], after: Mapping[str, Any], device: int) 
     """Return what happened on a device between two of ``torch.cuda.memory._snapshot()``, while history was recorded.
 
     What was held before comes first, in the order of addresses, because how it came to be is not known. A release
-    counts when the block can be used again (``free_completed``), not when it was asked for.
+    counts when the block can be used again (``free_completed``), not when it was asked for. 0 stands for cached
+    segments that went back to the device.
     """
     held = [
         (block["address"], block["requested_size"])
@@ -29,4 +30,6 @@ def events_of(before: Mapping[str, Any], after: Mapping[str, Any], device: int) 
             events.append(entry["size"])
         elif entry["action"] == "free_completed" and entry["addr"] in numbers:
             events.append(-numbers.pop(entry["addr"]))
+        elif entry["action"] == "segment_free" and events and events[-1]:
+            events.append(0)
     return events

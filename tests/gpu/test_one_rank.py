@@ -83,6 +83,18 @@ def test_the_ledger_adds_up_to_the_peak(trained: Session) -> None:
         assert not ledger.virtual
 
 
+def test_what_an_update_by_torchs_default_takes_is_predicted(trained: Session) -> None:
+    """By default an optimizer takes ``foreach`` on CUDA, whose temporary tensors are as large as all weights."""
+    trained.load("text-gpt", width=512, depth=6, heads=8, sequence_length=32)
+    trained.set(batch_size=1, checkpointing="blocks")
+    trained.train(3)
+    predicted = trained.predict()
+    assert predicted.phase == "update"
+    frame = trained.train(4).frame()
+    assert predicted.live_peak_bytes == pytest.approx(frame.live_peak_bytes.max(), rel=0.001)
+    assert predicted.reserved_peak_bytes == pytest.approx(frame.reserved_peak_bytes.max(), rel=0.005)
+
+
 def test_a_batch_that_does_not_fit_is_survived(trained: Session) -> None:
     trained.run(f"{DEVICE}.empty_cache()")
     reserved = trained.memory().ranks[0].reading.reserved_bytes

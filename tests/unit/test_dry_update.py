@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -158,6 +159,20 @@ def test_an_update_is_foreseen_to_the_byte_state_there_or_not(gpu: VirtualGPU, n
         for _ in range(3 if name == "around" else 2):
             with_gradients(net)
             compared(gpu, net, optimizer, fp16 and dtype is torch.float32, clip_norm)
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.NAdam, optim.Adafactor])
+def test_where_torch_defaults_to_foreach_its_temporaries_are_foreseen(
+    gpu: VirtualGPU, kind: type[Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["torch.optim.optimizer"]
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])  # as CUDA is
+    net = network(torch.float32)
+    optimizer = kind(net.parameters(), lr=0.01)  # type: ignore[call-arg]
+    optimizers.set_implementation(optimizer, "default")
+    for _ in range(2):
+        with_gradients(net)
+        compared(gpu, net, optimizer, False, 1.0)
 
 
 def test_a_schedulers_counter_and_hooks_are_not_called(gpu: VirtualGPU) -> None:

@@ -22,7 +22,14 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ...internals.fake_internals import copied_as_fake, fake_constant, fake_mode, has_constant, modes_set_aside
+from ...internals.fake_internals import (
+    copied_as_fake,
+    fake_constant,
+    fake_mode,
+    foreach_as_for_real_tensors,
+    has_constant,
+    modes_set_aside,
+)
 from ...internals.torch_internals import TorchDispatchMode, step_hooks_held_back, stepped_by_others
 from ...memory.device import Device
 from ...memory.ledger.events import Foreseen, UpdateLog
@@ -71,7 +78,7 @@ def foresee(
         raise CannotBeForeseen(f"{name} of this {type(optimizer).__name__} is a function that may refer to itself")
     log = UpdateLog(device, allocation)
     try:
-        with modes_set_aside(), _leaving_no_trace(optimizer), ExitStack() as stack:
+        with modes_set_aside(), foreach_as_for_real_tensors(), _leaving_no_trace(optimizer), ExitStack() as stack:
             mode = fake_mode()
             dry = _Copies(lambda tensor: _fake(mode, log, tensor), copied_as_fake(mode))
             fake, dry_scaler = dry.of_optimizer(optimizer), dry.of_scaler(scaler) if scaler else None

@@ -65,6 +65,11 @@ def completed(sample: Sample, outcome: Outcome, noise: NoiseScale, seen: int) ->
         seen: how many samples the rank's gradient is the mean of.
     """
     scale, skipped, noise_scale = None, False, None
+    times = outcome.timings.times()
+    if times and outcome.timings.of_device:  # parts and step are of one clock; the host runs ahead of the device
+        step_s = sum(times.seconds)
+        speed = sample.samples_per_s * sample.step_s / step_s
+        sample = dataclasses.replace(sample, step_s=step_s, samples_per_s=speed)
     if outcome.scales is not None:
         scale, after = outcome.scales.tolist()
         skipped = after < scale  # it is lowered instead of an update
@@ -74,7 +79,7 @@ def completed(sample: Sample, outcome: Outcome, noise: NoiseScale, seen: int) ->
     return dataclasses.replace(
         sample,
         loss=_number(outcome.loss),
-        times=outcome.timings.times(),
+        times=times,
         compression_error=None if skipped or outcome.discarded else _finite(outcome.lost),
         loss_scale=scale,
         skipped=skipped,

@@ -85,6 +85,11 @@ class StepTimings:
     queued_s: float | None = None
 
     @property
+    def of_device(self) -> bool:
+        """Return whether the parts are times of a GPU."""
+        return self.marks[0].event is not None
+
+    @property
     def step_s(self) -> float:
         """Return how long the step took the process."""
         return self.marks[-1].began_s - self.marks[0].began_s

@@ -310,7 +310,7 @@ def replay(
     """Follow recorded events with an empty cache; tensors of this process are not touched.
 
     Args:
-        events: what was allocated and released.
+        events: what was allocated and released, and 0 where the cache was emptied.
         limit_bytes: of what may be reserved; ``None`` for no limit.
         allocator: how the caching allocator is set.
         layout: what it holds at the beginning, without free segments: a row for each block, in the order of

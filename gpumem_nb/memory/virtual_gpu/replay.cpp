@@ -17,7 +17,7 @@ extern "C" struct GpumemReplayed {  // bytes
   uint64_t over_limit;  // allocations that the limit would not have allowed, even with free segments given back
 };
 
-// An event n > 0 allocates n bytes, an event -k releases the k-th allocation, counted from 1. Returns how many events
+// An event n > 0 allocates n bytes, -k releases the k-th allocation, counted from 1, and 0 empties the cache. Returns how many events
 // could be followed: fewer than given when one releases what is not there. With a limit (0: none) free segments are
 // given back where it would be passed, and what passes it all the same is counted and allocated. Garbage is collected
 // above a share of what is allowed. A layout (CachingModel::layout) is what is there at the beginning, without free
@@ -47,8 +47,12 @@ extern "C" size_t gpumem_replay(const int64_t* events, size_t count, const int64
       live_peak = std::max(live_peak, live);
       continue;
     }
+    if (event == 0) {
+      cache.release_free_segments();
+      continue;
+    }
     const auto place = static_cast<uint64_t>(-event) - 1;
-    if (event == 0 || place >= allocations.size() || !allocations[place].first) break;
+    if (place >= allocations.size() || !allocations[place].first) break;
     cache.give_back(std::exchange(allocations[place].first, nullptr));
     live -= allocations[place].second;
   }
