@@ -48,10 +48,6 @@ class StateFiles(AsksRanks):
         header = self._loading.resume_from(source)
         return StateFile("resumed", source, size, header.steps, time.perf_counter() - began)
 
-    def snapshots(self) -> Snapshots:
-        """Return the automatic snapshots that there are."""
-        return snapshots(self._snapshots.folder)
-
     def load_runs(self, path: str | os.PathLike[str]) -> ImportedRuns:
         """Take in the runs that a state holds, and nothing else of it.
 

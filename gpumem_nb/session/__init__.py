@@ -14,7 +14,6 @@ from ..shared import snapshot_folder
 from ..shared.answers import Progress
 from ..shared.errors import InvalidInput, NoSession
 from ..shared.messages import RankInfo
-from .cells import RunsCells
 from .looking import ReportsState
 from .planning import PredictsSettings
 from .training import TrainsWorkload
@@ -74,7 +73,7 @@ def _check_free(own: Session | None) -> None:
         )
 
 
-class Session(RunsCells, HoldsWorkload, TrainsWorkload, ReportsState, PredictsSettings):
+class Session(HoldsWorkload, TrainsWorkload, ReportsState, PredictsSettings):
     """A running cluster and what is trained on it; made by :func:`start`, ended by :meth:`stop` or a ``with`` block.
 
     Whatever needs the ranks raises ``NoSession`` after :meth:`stop`, ``ClusterDied`` when they are gone, and
