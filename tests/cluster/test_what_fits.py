@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -10,16 +10,17 @@ from IPython.core.interactiveshell import InteractiveShell
 from gpumem_nb.planning.score import Scoreboard
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, NotThisTime
+from tests.cluster.doctor_plants import MIB, set_limit
 from tests.cluster.test_ledger import STATE
 from tests.cluster.test_tuning import DIGITS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.full]
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(900)]
 # Flips make tensors now and then, which lie in the memory of a virtual GPU: of such steps less is known.
 FLIPPED = """
 import random, torch
 from torch import nn
 class Flipped(torch.utils.data.Dataset):
-    def __init__(self): self.images = torch.randn(4400, 3, 32, 32)
+    def __init__(self): self.images = torch.randn(1400, 3, 32, 32)
     def __len__(self): return len(self.images)
     def __getitem__(self, index):
         image = self.images[index]
@@ -30,6 +31,15 @@ def loss(model, batch): return model(batch).square().mean()
 """
 
 
+@pytest.fixture
+def little_memory(two_ranks: Session) -> Iterator[None]:
+    """The largest micro-batches are small: whole steps of them are taken in all precisions, some of which are slow."""
+    set_limit(two_ranks, 60 * MIB)
+    yield
+    set_limit(two_ranks, 96 * MIB)
+
+
+@pytest.mark.usefixtures("little_memory")
 def test_what_fits_is_the_largest_that_does(
     two_ranks: Session, fresh: Callable[..., Session], shell: InteractiveShell
 ) -> None:
@@ -55,6 +65,7 @@ def test_what_fits_is_the_largest_that_does(
     session.train(2)
 
 
+@pytest.mark.usefixtures("little_memory")
 def test_what_runs_fits_whatever_is_predicted(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
     session.run(FLIPPED)
