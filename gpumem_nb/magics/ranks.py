@@ -99,8 +99,8 @@ class RanksMagics(Magics):
         """Run the cell on the ranks; output appears by rank while it runs, the first error at once."""
         if args.out and not args.out.isidentifier():
             raise InvalidInput(f"--out {args.out!r} is not a variable name.")
-        if self._latest:
-            self._latest.add_late()
+        if before := self._latest:
+            before.add_late()
         output = self._latest = CellOutput(args.quiet)
         try:
             call = current().run_cell(
@@ -116,6 +116,8 @@ class RanksMagics(Magics):
             raise
         results = call.get()
         output.finish(call, results if not args.out else [None] * len(results))
+        if before:  # what its threads had printed a moment before this cell began came with this cell's own output
+            before.add_late()
         if args.out:
             shell_of(self).user_ns[args.out] = results
 
