@@ -32,9 +32,7 @@ class Call:
 
     def __init__(self, ranks: Sequence[int], results: Sequence[AsyncResult], pulse: str) -> None:
         self.ranks = tuple(ranks)
-        self._apart: dict[int, Apart | None] = {}
-        self._notes: dict[int, tuple[str, ...]] = {}
-        self._drew: set[int] = set()
+        self._answers: dict[int, Answer | Exception] = {}  # as they came, their content still packed
         self._results = list(results)
         self._pulse = pulse
         self._outcomes: dict[int, _Outcome] = {}
@@ -70,8 +68,7 @@ class Call:
 
     def apart(self) -> dict[int, Apart]:
         """Return the ranks that have answered that they came apart from the others."""
-        self._open_all()
-        return {rank: apart for rank, apart in list(self._apart.items()) if apart}
+        return {rank: answer.apart for rank, answer in self._come().items() if answer.apart}
 
     def pulses(self) -> dict[int, Pulse]:
         """Return the latest sign of life of each rank that has worked on this for more than a second."""
@@ -124,17 +121,16 @@ class Call:
     def notes(self) -> list[str]:
         """Return what the ranks that have answered say of their surroundings, each sentence once."""
         said: dict[str, list[int]] = {}
-        for rank, notes in sorted(self._notes.items()):
-            for note in notes:
+        for rank, answer in sorted(self._come().items()):
+            for note in answer.notes:
                 said.setdefault(note, []).append(rank)
         everywhere = len(self.ranks)
         return [note if len(of) == everywhere else f"{name_ranks(of)}: {note}" for note, of in said.items()]
 
     def drew(self) -> bool:
         """Return whether a rank has moved the random numbers that cells draw, or may have: it did not answer."""
-        late = self.pending()  # before one of them answers unnoticed
-        self._open_all()
-        return bool(self._drew or late)
+        answers = self._come()  # a rank whose answer is an error may have, too
+        return len(answers) < len(self.ranks) or any(answer.drew for answer in answers.values())
 
     def outputs(self) -> list[str]:
         """Return what each rank has printed so far, standard output and error together, in rank order."""
@@ -156,31 +152,20 @@ class Call:
 
     def _outcome(self, rank: int, result: AsyncResult) -> _Outcome:
         if rank not in self._outcomes:
-            answer = self._open(rank, result)
+            answer = self._opened(rank, result)
             self._outcomes[rank] = _read(rank, answer) if isinstance(answer, Answer) else _Outcome(error=answer)
         return self._outcomes[rank]
 
-    def _open_all(self) -> None:
-        """Look at what has come."""
-        for rank, result in zip(self.ranks, self._results, strict=True):
-            if result.done() and rank not in self._apart:
-                self._open(rank, result)
+    def _come(self) -> dict[int, Answer]:
+        """Return the answers that have come, without errors that stand in place of one."""
+        done = [(rank, result) for rank, result in zip(self.ranks, self._results, strict=True) if result.done()]
+        opened = {rank: self._opened(rank, result) for rank, result in done}
+        return {rank: answer for rank, answer in opened.items() if isinstance(answer, Answer)}
 
-    def _open(self, rank: int, result: AsyncResult) -> Answer | Exception:
-        """Return what came from a rank, its content still packed; an exception stands for the failure to get there."""
-        error = result.exception(0)
-        if error is None:
-            answer: Answer = cloudpickle.loads(result.result())  # get() may not be ready yet, a moment after done()
-            self._apart[rank], self._notes[rank] = answer.apart, answer.notes
-            self._drew |= {rank} if answer.drew else set()
-            return answer
-        self._apart[rank] = None
-        self._drew.add(rank)  # it may have
-        if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":
-            return ClusterDied(f"Rank {rank} ended while it was working.")
-        if isinstance(error, RemoteError):
-            return RankError(rank, error.ename, error.evalue, error.traceback or "")
-        return cast(Exception, error)
+    def _opened(self, rank: int, result: AsyncResult) -> Answer | Exception:
+        if rank not in self._answers:
+            self._answers[rank] = _open(rank, result)
+        return self._answers[rank]
 
 
 class _Outcome(NamedTuple):
@@ -188,6 +173,18 @@ class _Outcome(NamedTuple):
 
     value: Any = None
     error: Exception | None = None
+
+
+def _open(rank: int, result: AsyncResult) -> Answer | Exception:
+    """Return what came from a rank; an exception stands for the failure to get there."""
+    error = result.exception(0)
+    if error is None:
+        return cast(Answer, cloudpickle.loads(result.result()))  # get() may not be ready yet, a moment after done()
+    if isinstance(error, EngineError) or getattr(error, "ename", "") == "EngineError":
+        return ClusterDied(f"Rank {rank} ended while it was working.")
+    if isinstance(error, RemoteError):
+        return RankError(rank, error.ename, error.evalue, error.traceback or "")
+    return cast(Exception, error)
 
 
 def _read(rank: int, answer: Answer) -> _Outcome:

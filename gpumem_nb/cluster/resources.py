@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 
 import psutil
+import pynvml
 
 from ..shared import gpus, processes
 from ..shared.errors import InvalidInput, StartError
@@ -18,17 +20,12 @@ DEVICES = ("auto", "cuda", "cpu")
 
 def visible_gpus() -> int:
     """GPUs that ranks will see, counted through NVML so that the kernel never touches CUDA; 0 without a driver."""
-    import pynvml
-
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        try:
-            return int(pynvml.nvmlDeviceGetCount())
-        finally:
-            pynvml.nvmlShutdown()
+    if visible is not None:  # CUDA ends the list at the first entry that names no device
+        named = itertools.takewhile(lambda device: device not in ("", "-1"), map(str.strip, visible.split(",")))
+        return len(list(named))
+    with contextlib.suppress(*gpus.ERRORS), gpus.opened():
+        return int(pynvml.nvmlDeviceGetCount())
     return 0
 
 
@@ -76,12 +73,12 @@ def choose(n: int | None, device: str) -> tuple[int, str]:
         raise InvalidInput(f"device={device!r} is not known. Allowed: {', '.join(DEVICES)}.")
     if n is not None:
         check_number(n)
-    gpus = visible_gpus() if device != "cpu" else 0
-    if device == "cuda" and not gpus:
+    seen = visible_gpus() if device != "cpu" else 0
+    if device == "cuda" and not seen:
         raise StartError("There is no GPU that this notebook can see. Use --device cpu for virtual GPUs on the CPU.")
-    kind = "cuda" if gpus else "cpu"
+    kind = "cuda" if seen else "cpu"
     if n is None:
-        n = gpus or DEFAULT_RANKS_WITHOUT_GPU
+        n = seen or DEFAULT_RANKS_WITHOUT_GPU
     if n > most_ranks():
         memory = processes.available_bytes() / 2**30
         raise InvalidInput(

@@ -19,6 +19,7 @@ from typing import Any
 import pynvml
 
 from ..report.tables import Report, Table
+from ..shared import gpus
 from ..shared.version import __version__
 from .mpi_tools import find_tool, mpi_version
 
@@ -88,12 +89,12 @@ def check() -> EnvironmentReport:
     with ThreadPoolExecutor() as pool:
         probe = pool.submit(probe_rank)
         mpi = pool.submit(check_mpi)
-        gpus = pool.submit(check_gpus)
+        devices = pool.submit(check_gpus)
         quick = [check_python(), check_package("ipyparallel", "9"), check_compiler()]
         lab = [check_package(name, oldest) for name, oldest in (("jupyterlab", "4.4"), ("ipywidgets", "8.1"))]
         facts = probe.result()
         from_probe = [check_torch(facts), check_horovod(facts)]
-        items = [quick[0], *from_probe, mpi.result(), *quick[1:], check_extension(facts), *gpus.result(), *lab]
+        items = [quick[0], *from_probe, mpi.result(), *quick[1:], check_extension(facts), *devices.result(), *lab]
     return EnvironmentReport(tuple(items))
 
 
@@ -179,12 +180,15 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def check_compiler() -> Item:
     """Return a C++ compiler, which Horovod and the virtual GPU are built with."""
-    named = os.environ.get("CXX", "").split()[:1]
-    for name in named or ["c++", "g++", "clang++"]:
-        path = shutil.which(name)
-        if path:
-            return Item("C++ compiler", True, path)
+    if path := find_compiler():
+        return Item("C++ compiler", True, path)
     return Item("C++ compiler", False, "not found", "apt-get install g++ make")
+
+
+def find_compiler() -> str | None:
+    """Return the program that ``CXX`` names, or the first C++ compiler on PATH."""
+    names = os.environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def check_extension(facts: Facts) -> Item:
@@ -200,18 +204,13 @@ def check_extension(facts: Facts) -> Item:
 def check_gpus() -> list[Item]:
     """Every GPU that NVIDIA's driver shows (it ignores CUDA_VISIBLE_DEVICES), or one item that says there is none."""
     try:
-        pynvml.nvmlInit()
+        with gpus.opened():
+            driver = pynvml.nvmlSystemGetDriverVersion()
+            found = [check_gpu(index, driver) for index in range(pynvml.nvmlDeviceGetCount())]
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return [Item("GPUs", None, "no NVIDIA driver: every rank gets a virtual GPU")]
-    except pynvml.NVMLError as error:
+    except gpus.ERRORS as error:
         return [Item("GPUs", False, f"the NVIDIA driver does not answer: {error}", "nvidia-smi")]
-    try:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        found = [check_gpu(index, driver) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError as error:
-        return [Item("GPUs", False, f"the NVIDIA driver answers: {error}", "nvidia-smi")]
-    finally:
-        pynvml.nvmlShutdown()
     return found or [Item("GPUs", None, f"none (driver {driver}): every rank gets a virtual GPU")]
 
 

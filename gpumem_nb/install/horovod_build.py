@@ -31,7 +31,7 @@ from ..shared.errors import SetupError
 from .horovod_compile import build_wheel
 from .horovod_source import VERSION, digest
 from .horovod_target import GPU_MODES, Target, detect
-from .long_step import long_step, stop_tree
+from .long_step import long_step, run_whole
 from .mpi_tools import LAUNCH_VARIABLES, require_tool
 
 RECIPE = 6
@@ -112,17 +112,8 @@ def install(wheel: Path) -> None:
     Raises:
         SetupError: pip could not.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--force-reinstall",
-        str(wheel),
-    ]
+    options = ["--quiet", "--no-deps", "--no-index", "--force-reinstall"]
+    command = [sys.executable, "-m", "pip", "install", *options, str(wheel)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
@@ -140,25 +131,16 @@ def prove(target: Target) -> None:
     command = [str(require_tool("mpiexec")), "-n", str(RANKS), sys.executable, "-m", "gpumem_nb.engine.probe"]
     environment = os.environ | LAUNCH_VARIABLES | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [*command, device_policy(target)],
-            env=environment,
-            cwd=Path(__file__).parents[2],  # where this package is, installed or not
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
         try:
-            code = process.wait(PROOF_TIMEOUT_S)
+            # Run where this package is, installed or not.
+            folder = Path(__file__).parents[2]
+            code = run_whole([*command, device_policy(target)], PROOF_TIMEOUT_S, output, env=environment, cwd=folder)
         except subprocess.TimeoutExpired:
             raise SetupError(
                 f"Two ranks did not finish one all-reduce within {PROOF_TIMEOUT_S} s and were stopped. "
                 "A firewall on the loopback interface does this; otherwise rebuild with: "
                 "python -m gpumem_nb.install.horovod_build --force"
             ) from None
-        finally:
-            if process.poll() is None:
-                stop_tree(process.pid)
         output.seek(0)
         said = output.read().decode(errors="replace")
     if code:

@@ -18,9 +18,10 @@ from pathlib import Path
 from ..shared import processes
 from ..shared.errors import SetupError
 from . import cuda_toolkit
+from .environment import find_compiler
 from .horovod_source import fetch, patch, unpack
 from .horovod_target import Target, nccl_folder
-from .long_step import long_step, stop_tree
+from .long_step import long_step, run_whole
 
 FREE_GIB_NEEDED = 3
 """Source, objects and debug information of a build, with room to spare."""
@@ -68,9 +69,8 @@ def require_compiler() -> None:
     Raises:
         SetupError: one of them is missing.
     """
-    named = os.environ.get("CXX")
-    names = [named.split()[0]] if named else ["c++", "g++", "clang++"]
-    if not any(shutil.which(name) for name in names):
+    if find_compiler() is None:
+        named = os.environ.get("CXX")
         what = f"The C++ compiler named by CXX ({named}) was not found" if named else "No C++ compiler was found"
         raise SetupError(f"{what}. Install one, on Debian or Ubuntu with: apt-get install g++ make")
     if shutil.which("make") is None:
@@ -190,20 +190,10 @@ def run_build(source: Path, into: Path, environment: dict[str, str], log: Path) 
     """
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "-w", str(into), str(source)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
         try:
-            code = process.wait(BUILD_TIMEOUT_S)
+            code = run_whole([*command, "-w", str(into), str(source)], BUILD_TIMEOUT_S, output, env=environment)
         except subprocess.TimeoutExpired:
             raise SetupError(f"Building Horovod took more than an hour and was stopped. Its log: {log}") from None
-        finally:
-            if process.poll() is None:
-                stop_tree(process.pid)
     if code:
         raise SetupError(explain_build(log))
 

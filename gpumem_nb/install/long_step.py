@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import IO, Any
 
 import psutil
 
@@ -49,6 +51,20 @@ def long_step(title: str, fraction: Fraction | None = None, estimate_s: float | 
 
 GRACE_S = 5.0
 """Between asking a process to end and ending it."""
+
+
+def run_whole(command: Sequence[str], timeout_s: float, output: IO[bytes], **options: Any) -> int:
+    """Run a command, and return its exit code; one that is interrupted or takes too long leaves no process running.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **options)
+    try:
+        return process.wait(timeout_s)
+    finally:
+        if process.poll() is None:
+            stop_tree(process.pid)
 
 
 def stop_tree(pid: int) -> None:

@@ -195,7 +195,7 @@ class CudaDevice:
         """Move the limit of this process, in bytes of reserved memory; ``None`` for the whole GPU.
 
         Raises:
-            InvalidInput: less than is held, or more than the GPU has.
+            InvalidInput: more than the GPU has.
         """
         if limit is not None and limit > self._total:
             raise InvalidInput(

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ..internals.torch_internals import address
+
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -57,3 +59,12 @@ def tensors_of_this_process() -> Iterator[torch.Tensor]:
         yield tensor
         if tensor.is_leaf and tensor.grad is not None:
             yield tensor.grad
+
+
+def tensors_by_storage(addresses: set[int]) -> dict[int, list[torch.Tensor]]:
+    """Return the tensors of this process that lie in these storages, by the address of each."""
+    found: dict[int, list[torch.Tensor]] = {place: [] for place in addresses}
+    for tensor in tensors_of_this_process():
+        if tensor.layout is torch.strided and (place := address(tensor.untyped_storage())) in found:
+            found[place].append(tensor)
+    return found

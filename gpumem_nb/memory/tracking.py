@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -22,7 +21,7 @@ from .device import opened
 from .leaks.births import Birth, Births
 from .leaks.holders import Holders, holder_on
 from .ledger.recorder import Recorder
-from .tensors import tensors_of_this_process
+from .tensors import tensors_by_storage
 
 MOST_LEFT = 10  # tensors that are named, the largest ones
 
@@ -149,11 +148,8 @@ def _claim_all(recorder: Recorder) -> set[int]:
 
 def _left(births: list[Birth]) -> Iterator[Left]:
     largest = sorted(births, key=lambda birth: birth.nbytes, reverse=True)[:MOST_LEFT]
-    places = {birth.address for birth in largest}
-    tensors: dict[int, Tensor] = {}
-    for tensor in tensors_of_this_process():
-        if tensor.layout is torch.strided and address(tensor.untyped_storage()) in places:
-            tensors.setdefault(address(tensor.untyped_storage()), tensor)
+    found = tensors_by_storage({birth.address for birth in largest})
+    tensors = {place: of_place[0] for place, of_place in found.items() if of_place}
     ways = dict(zip(tensors, Holders({}).ways(list(tensors.values())), strict=True))
     for birth in largest:
         way = ways.get(birth.address)

@@ -81,6 +81,8 @@ def of_ranks(answers: Sequence[Forecasts], settings: Settings, sizes: Sequence[i
         return _at_least(out, settings, seconds)
     steps = "a step" if len(sizes) == 1 else "steps"
     basis = f"from {steps} with batch_size {' and '.join(map(str, sizes))}, undone after step {answers[0].steps}"
+    if why := next((answer.update_undone for answer in answers if answer.update_undone), ""):
+        basis += f"; the optimizer's update was taken and undone, too ({why.rstrip('.')})"
     readings = [answer.reading for answer in answers]
     beside = [
         None if reading.device_used_bytes is None else reading.device_used_bytes - reading.reserved_bytes

@@ -13,10 +13,10 @@ from typing import Any
 
 import pynvml
 
+from .processes import HOSTS_OWN
+
 ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 """The exceptions of NVML's functions; the second if driver and nvidia-ml-py do not fit together."""
-
-HOST_PIDS = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux (include/linux/proc_ns.h)
 
 
 @contextmanager
@@ -132,6 +132,6 @@ def drawing(device: Any) -> dict[int, int | None]:
 def sees_all_processes() -> bool:
     """Return whether process numbers here are the host's own; in a container only with --pid=host."""
     try:
-        return os.readlink("/proc/self/ns/pid") == f"pid:[{HOST_PIDS}]"
+        return os.readlink("/proc/self/ns/pid") == f"pid:[{HOSTS_OWN}]"
     except OSError:
         return False

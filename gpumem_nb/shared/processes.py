@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import psutil
 
+HOSTS_OWN = 0xEFFFFFFC
+"""The number of the host's own namespace of processes: PROC_PID_INIT_INO of Linux (include/linux/proc_ns.h)."""
 STOPPED = "T"
 _ENDED = "ZXx"  # a zombie has ended: only its parent has not asked how yet, and in a container it may never ask
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import platformdirs
 
 from .cluster_records import this_process
-from .processes import identify
+from .processes import HOSTS_OWN, identify
 
 SUFFIX = ".state"
 KEPT = 2
@@ -29,7 +29,6 @@ UNTOUCHED_DAYS = 7
 """After so long a session on another machine, whose processes cannot be looked up here, is taken to be over."""
 _OVER = "over"  # a file of this name marks a stopped session whose kernel still runs
 _NOTEBOOK = "notebook"  # one of this name says whose notebook's session it is
-_FIRST_NAMESPACE = 0xEFFFFFFC  # of processes, in a kernel that has just booted (PROC_PID_INIT_INO in proc_ns.h)
 _MARKS = (_OVER, _NOTEBOOK)
 # Host, boot, process namespace, pid and start; earlier versions wrote pid and start only, which may be of any machine.
 _NAME = re.compile(r"(?:([0-9a-f]{8})-([0-9a-f]{8})-(\d+)-)?(\d+)-([\d.]+)-\d+")
@@ -174,7 +173,7 @@ def _machine() -> tuple[str, str, str]:
     host = ""
     with suppress(OSError):
         host = Path("/etc/machine-id").read_text()
-    if not host or pids != _FIRST_NAMESPACE:  # containers of one image may have one number and one name
+    if not host or pids != HOSTS_OWN:  # containers of one image may have one number and one name
         host = boot
     return _hashed(socket.gethostname() + host), _hashed(boot), str(pids)
 
@@ -189,7 +188,9 @@ def _hashed(text: str) -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+    # rglob fails where another session's folder goes meanwhile
+    found = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
+    return [path for path in found if path.is_file()]
 
 
 def _size(path: Path) -> int:

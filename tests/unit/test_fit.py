@@ -60,6 +60,14 @@ def test_a_rank_that_ran_out_tells_a_lower_bound_that_is_shown_as_one() -> None:
     assert settled(one, Missed(-0.3, 0.3)) == one, "it needs at least that, whatever else was missed"
 
 
+def test_an_update_that_was_taken_and_undone_is_told() -> None:
+    why = "no dry run of this Deciding: it asks for the values of tensors."
+    answer = Forecasts(3, READING, 0.1, LIMIT, (forecast(10),), update_undone=why)
+    told = "the optimizer's update was taken and undone, too (no dry run of this Deciding: it asks for"
+    assert told in str(of_ranks([answer], Settings(), [8, 16], 0.1))
+    assert "taken and undone" not in str(of_ranks([replace(answer, update_undone="")], Settings(), [8, 16], 0.1))
+
+
 def test_the_rank_with_least_room_decides() -> None:
     answers = [Forecasts(3, READING, 0.1, LIMIT, (forecast(size),)) for size in (100, 995, 300)]
     one = of_ranks(answers, Settings(), [32], 0.1)

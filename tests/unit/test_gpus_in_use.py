@@ -11,7 +11,7 @@ import psutil
 import pynvml
 import pytest
 
-from gpumem_nb.cluster.resources import gpus_in_use
+from gpumem_nb.cluster.resources import gpus_in_use, visible_gpus
 
 from .fake_nvml import GIB, FakeNvml, Gpu, lost
 
@@ -44,6 +44,15 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 ON_AAAA = f"GPU 1 is in use by process {OTHER}"
 ON_CCCC = f"GPU 3, MIG instance 1 is in use by process {OTHER}"
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 4), ("", 0), ("0,2", 2), ("1, -1, 2", 1), ("GPU-aaaa", 1)])
+def test_ranks_see_the_gpus_before_the_first_entry_that_names_none(
+    visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert (visible_gpus(), nvml.opened) == (count, 0)
 
 
 def test_gpus_and_instances_that_others_compute_on_are_named_beside_a_lost_one(nvml: FakeNvml) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -204,3 +206,23 @@ def test_generations_are_told_apart(own: Path) -> None:
     new = snapshot(own, 3, generation=2)
     assert newest_first(own, 2) == [new]
     assert newest_first(own, 3) == []
+
+
+def test_folders_of_sessions_that_end_meanwhile_stop_no_listing(own: Path) -> None:
+    ended = threading.Event()
+    others = [own.parent / f"session-{number}" for number in range(20)]
+
+    def sessions_come_and_go() -> None:
+        while not ended.is_set():
+            for folder in others:
+                (folder / "inside").mkdir(parents=True, exist_ok=True)
+            for folder in others:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    thread = threading.Thread(target=sessions_come_and_go)
+    thread.start()
+    try:
+        assert all(make_room(own, needed=1, space=2**30) for _ in range(300))
+    finally:
+        ended.set()
+        thread.join()

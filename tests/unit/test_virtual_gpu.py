@@ -57,12 +57,12 @@ def test_peak_counts_from_the_last_reset(gpu: VirtualGPU) -> None:
 def test_empty_tensors_and_resized_ones_are_counted_right(gpu: VirtualGPU) -> None:
     import torch
 
-    before = gpu.allocations
+    before = gpu._read().allocations
     nothing = torch.empty(0)
-    assert (gpu.reading().live_bytes, gpu.allocations, nothing.data_ptr()) == (0, before, 0)
+    assert (gpu.reading().live_bytes, gpu._read().allocations, nothing.data_ptr()) == (0, before, 0)
     grown = torch.arange(1000, dtype=torch.uint8)
     grown.resize_(5000)
-    assert (gpu.reading().live_bytes, gpu.allocations) == (5000, before + 2)
+    assert (gpu.reading().live_bytes, gpu._read().allocations) == (5000, before + 2)
     assert grown[:3].tolist() == [0, 1, 2]
     grown.untyped_storage().resize_(0)
     assert gpu.reading().live_bytes == 0
@@ -194,12 +194,12 @@ def test_other_threads_pass_the_limit_and_are_counted(gpu: VirtualGPU) -> None:
 
     gpu.set_limit(8 * MIB)
     kept: list[torch.Tensor] = []
-    before = gpu.over_limit
+    before = gpu._read().over_limit
     thread = threading.Thread(target=lambda: kept.append(tensor(16 * MIB)))
     thread.start()
     thread.join()
     assert gpu.reading().live_bytes == 16 * MIB
-    assert gpu.over_limit == before + 1
+    assert gpu._read().over_limit == before + 1
     with pytest.raises(torch.OutOfMemoryError):
         tensor(1)
 

@@ -17,9 +17,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ...internals.torch_internals import address
 from ...shared.messages import Leak, Sample
-from ..tensors import tensors_of_this_process
+from ..tensors import tensors_by_storage, tensors_of_this_process
 from .births import Birth, Births
 from .holders import UNSEEN, Graphs, Holder, Holders, Way, holder_on
 
@@ -318,7 +317,7 @@ def _fix(holder: Holder, graph: bool) -> str:
 
 def _held(births: Sequence[Birth], holders: Holders) -> list[_Kept]:
     """By what Python holds the storages: by a tensor of its own, or by one in whose graph they are saved."""
-    tensors = _tensors_by_storage({birth.address for birth in births})
+    tensors = tensors_by_storage({birth.address for birth in births})
     holders.ignore(tensors, *tensors.values())
     searched = [tensor for birth in _largest(births) for tensor in tensors[birth.address]]
     ways = {id(tensor): way for tensor, way in zip(searched, holders.ways(searched), strict=True)}
@@ -342,14 +341,6 @@ def _root_of_ends(tensors: Sequence[Tensor], holders: Holders, graphs: Graphs) -
     """Return the tensor whose graph alone holds what leads to these: saved by a Python node, or beside the graph."""
     ends = [end for tensor in tensors for end in holders.ends(tensor)]
     return next((root for end in ends if (root := graphs.root_of_object(end)) is not None), None)
-
-
-def _tensors_by_storage(addresses: set[int]) -> dict[int, list[Tensor]]:
-    found: dict[int, list[Tensor]] = {address: [] for address in addresses}
-    for tensor in tensors_of_this_process():
-        if tensor.layout is torch.strided and (place := address(tensor.untyped_storage())) in found:
-            found[place].append(tensor)
-    return found
 
 
 def _largest(births: Sequence[Birth]) -> list[Birth]:

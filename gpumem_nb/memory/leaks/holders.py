@@ -285,11 +285,7 @@ class Graphs:
         return self._root(self._objects.get(id(thing)))
 
     def _root(self, number: int | None) -> Tensor | None:
-        if number is None:
-            return None
-        while number in self._inside:
-            number = self._inside[number]
-        return self._roots[number]
+        return None if number is None else self._roots[self._outermost(number)]
 
     def _walk(self, number: int, start: Any) -> None:
         if id(start) in self._owner:

@@ -180,16 +180,6 @@ class VirtualGPU:
         """The limit; 0 without one."""
         return self._read().limit
 
-    @property
-    def over_limit(self) -> int:
-        """Return how many allocations passed the limit without enforcement: on other threads, and in ``exempt()``."""
-        return self._read().over_limit
-
-    @property
-    def allocations(self) -> int:
-        """Return how many allocations there have been."""
-        return self._read().allocations
-
     def use(self) -> None:
         """Nothing: there is no device that NVML could read."""
 
