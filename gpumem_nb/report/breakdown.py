@@ -201,7 +201,10 @@ def device_table(uses: Sequence[tuple[int, int | None, DeviceUse]]) -> Table:
         for rank, reserved, use in uses
     )
     headings = ("rank", *account, *(metric.word for metric in columns))
-    return Table("The devices, as NVML sees them", headings, rows, frozenset({"rank"}), hints=_hints(columns))
+    named = {"device used": "used_bytes", "this process": "own_bytes", "other processes": "other_bytes"}
+    hints = {heading: METRICS[name].help for heading, name in named.items()}
+    hints |= {metric.word: metric.help for metric in columns}
+    return Table("The devices, as NVML sees them", headings, rows, frozenset({"rank"}), hints=hints)
 
 
 def reasons(uses: Sequence[tuple[int, DeviceUse]]) -> tuple[str, ...]:
@@ -231,10 +234,3 @@ def _in_unit(metric: Metric, use: DeviceUse) -> str:
     if metric.unit == "B":
         return format_bytes(value)
     return "n/a" if value is None else f"{value:.0f} {metric.unit}"
-
-
-def _hints(columns: Sequence[Metric]) -> dict[str, str]:
-    """Return what is said of a heading while the mouse is over it."""
-    account = {"device used": "used_bytes", "this process": "own_bytes", "other processes": "other_bytes"}
-    hints = {heading: METRICS[name].help for heading, name in account.items()}
-    return hints | {metric.word: metric.help for metric in columns}

@@ -98,7 +98,8 @@ class TimeReport(Report):
 
     @property
     def _table(self) -> Table:
-        rows = [self._row(self._name(one), [one]) for one in self.ranks]
+        slowest = self.straggler.rank if self.straggler else None
+        rows = [self._row(f"{one.rank}{_SLOWEST if one.rank == slowest else ''}", [one]) for one in self.ranks]
         if len(self.ranks) > 1:
             rows.append(self._row(_ALL, self.ranks))
         headings = ("rank", "step", *PARTS, "hidden")
@@ -106,9 +107,6 @@ class TimeReport(Report):
         steps = self.ranks[0].steps
         title = f"Time of a step in ms, mean of {steps} step{'s' if steps > 1 else ''}"
         return Table(title, headings, tuple(rows), frozenset({"rank"}), hints=hints)
-
-    def _name(self, one: RankTime) -> str:
-        return f"{one.rank}{_SLOWEST if self.straggler and self.straggler.rank == one.rank else ''}"
 
     def _row(self, name: str, ranks: Sequence[RankTime]) -> tuple[str, ...]:
         count = len(ranks)

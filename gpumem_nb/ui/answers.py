@@ -12,7 +12,7 @@ from .controls import NOTHING_LOADED
 from .doctor_view import DoctorView
 from .search_view import SearchView
 from .tune_view import TuneView
-from .widgets import Ask, box
+from .widgets import Ask, box, toggle
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -85,7 +85,7 @@ class Answers:
             view.close()
 
     def _toggle(self, label: str, icon: str, tip: str, view: SearchView) -> Any:
-        toggle = ipywidgets.ToggleButton(description=label, icon=icon, tooltip=tip)
+        pressed = toggle(label, icon, tip)
         layout = view.widget.layout
         layout.display = "none"
 
@@ -96,5 +96,5 @@ class Answers:
                 layout.order = str(-self._presses)  # CSS's: nothing is drawn anew
                 view.was_opened()
 
-        toggle.observe(open_or_close, names="value")
-        return toggle
+        pressed.observe(open_or_close, names="value")
+        return pressed

@@ -31,7 +31,6 @@ class CellOutput:
         self._quiet = quiet
         self._output = _Output()
         self._shown = ""
-        self._latest = ""
         self._call: Call | None = None
         self._outputs: list[str] = []
         self._live = in_notebook()
@@ -39,14 +38,14 @@ class CellOutput:
     def __call__(self, call: Call) -> None:
         """Show what has been printed so far."""
         self._call, self._outputs = call, call.outputs()
-        self._latest = fold(call.ranks, self._outputs)
         if self._live:
-            self._show(self._latest if len(self._latest) <= _LIVE else f"…{self._latest[-_LIVE:]}")
+            text = fold(call.ranks, self._outputs)
+            self._show(text if len(text) <= _LIVE else f"…{text[-_LIVE:]}")
 
     def failed(self) -> None:
         """Show what was printed before the cell failed."""
-        if self._latest:
-            self._show(self._latest)
+        if self._call and (text := fold(self._call.ranks, self._outputs)):
+            self._show(text)
 
     def finish(self, call: Call, results: Sequence[str | None]) -> None:
         """Show everything, and what the last expression gave."""

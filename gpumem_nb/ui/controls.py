@@ -18,7 +18,7 @@ from ..shared.knobs import KNOBS, Knob
 from ..shared.knobs.communication import COMMUNICATION_FOLD
 from .flip_predictions import FlipPredictions
 from .threads import OwnChanges
-from .widgets import Ask, box, button, region
+from .widgets import Ask, box, button, region, toggle
 from .wording import critical_batch, field_error
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ class Controls:
         """Return the button that shows the knobs of a fold, and the box of these, which is closed at first."""
         names = [name for name, knob in self._knobs.items() if not knob.in_front and knob.fold == fold]
         icon = _FOLD_ICONS.get(fold, "sliders")
-        toggle = ipywidgets.ToggleButton(description=fold, icon=icon, tooltip=", ".join(names))
-        toggle.add_class(f"gpumem-show-{fold}")
+        shows = toggle(fold, icon, ", ".join(names))
+        shows.add_class(f"gpumem-show-{fold}")
         controls = [self._with_error(name) for name in names]
         if fold == COMMUNICATION_FOLD:
             controls.append(self._with_error(_AUTOTUNE.name))
@@ -111,8 +111,8 @@ class Controls:
             inside.layout.display = "" if change["new"] else "none"
             (self._shown_knobs.update if change["new"] else self._shown_knobs.difference_update)(names)
 
-        toggle.observe(open_or_close, names="value")
-        return toggle, inside
+        shows.observe(open_or_close, names="value")
+        return shows, inside
 
     def _with_error(self, name: str) -> Any:
         foreseen = self._flip_predictions.regions.get(name)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import ipywidgets
 
 from ..planning.prediction import Prediction
 from ..planning.what_if import single_flips
@@ -20,7 +17,7 @@ from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
 from . import wording
 from .pictures import batch_lines
-from .widgets import Ask, region
+from .widgets import Ask, region, toggle
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -41,8 +38,7 @@ class _Answers:
     waits_at: int | None = None  # the step that must be left behind before anything is asked
     largest: dict[Settings, int] = field(default_factory=dict)  # micro-batch that fits; 0 where none does
     peaks: dict[Settings, dict[int, int]] = field(default_factory=dict)  # reserved bytes by batch size
-    failed: dict[_Question, str] = field(default_factory=dict)  # what nothing could be said of, and why
-    failed_at: dict[_Question, int] = field(default_factory=dict)  # the step, of what may go well later
+    failed: dict[_Question, tuple[str, int | None]] = field(default_factory=dict)  # why; at which step, if it may pass
 
 
 class FlipPredictions:
@@ -62,15 +58,12 @@ class FlipPredictions:
     def __init__(self, session: Session, submit: Ask) -> None:
         self._session = session
         self._submit = submit
-        self._turn = threading.Condition()
-        self._asking = self._choosing = False
+        self._turn = threading.Semaphore()  # taken by the question under way, or by a flip that is predicted first
         self._rests_until_s = 0.0
         self._answers = _Answers(session.history)
         self._shown: object = None
         self._news = object()  # another one with all that becomes known or is forgotten here
-        self.button = ipywidgets.ToggleButton(
-            description="what if", icon="question", tooltip="what each other value would need, from undone steps"
-        )
+        self.button = toggle("what if", "question", "what each other value would need, from undone steps")
         self.button.observe(lambda _: self._begin_anew(), names="value")
         self.regions = {
             name: region("gpumem-what-if", "group", f"what other values of {name} would need")
@@ -92,7 +85,7 @@ class FlipPredictions:
             self._shown = state
             self._show(names if is_open else ())
         rests = busy or answers.waits_at is not None or time.monotonic() < self._rests_until_s
-        if is_open and not rests and (question := self._question(names)) and self._begins_to_ask():
+        if is_open and not rests and (question := self._question(names)) and self._turn.acquire(blocking=False):
             self._submit(partial(self._ask, answers, question))
 
     def refusal(self, name: str, value: str) -> str:
@@ -108,32 +101,17 @@ class FlipPredictions:
             wanted = session.settings.replace(**{name: value})
             foreseen = session.foreseen(wanted)
             if foreseen is None and self.button.value:
-                with self._between_questions():
+                is_taken = self._turn.acquire(timeout=TIMEOUT_S)
+                try:
                     foreseen = session.foreseen(wanted)
                     if foreseen is None and not session.busy:
                         foreseen = session.predict(**{name: value})
+                finally:
+                    if is_taken:
+                        self._turn.release()
         except GpumemError:  # setting it raises the same error
             return ""
         return foreseen.refusal if foreseen else ""
-
-    def _begins_to_ask(self) -> bool:
-        """Take the turn, if it is free."""
-        with self._turn:
-            free = not (self._asking or self._choosing)
-            self._asking = self._asking or free
-            return free
-
-    @contextmanager
-    def _between_questions(self) -> Iterator[None]:
-        """Inside, none is under way, unless it takes too long, and none is begun."""
-        with self._turn:
-            self._choosing = True
-            self._turn.wait_for(lambda: not self._asking, TIMEOUT_S)
-        try:
-            yield
-        finally:
-            with self._turn:
-                self._choosing = False
 
     def _begin_anew(self) -> None:
         """Handle that the user opened or closed it: ask for all again, also what failed and after a cell."""
@@ -152,11 +130,10 @@ class FlipPredictions:
         elif answers.waits_at not in (None, history.steps):
             answers.waits_at = None
             self._news = object()
-        passed = [question for question, step in answers.failed_at.items() if step != history.steps]
-        for question in passed:
-            del answers.failed_at[question]
-            answers.failed.pop(question, None)
-            self._news = object()
+        for question, (_, step) in list(answers.failed.items()):
+            if step not in (None, history.steps):
+                del answers.failed[question]
+                self._news = object()
 
     def _show(self, names: Sequence[str]) -> None:
         session, now, answers = self._session, self._session.settings, self._answers
@@ -165,7 +142,7 @@ class FlipPredictions:
                 wording.flip(
                     KNOBS[name].text(getattr(flip, name)),
                     self._from_here(flip),
-                    answers.failed.get((FLIP, flip), ""),
+                    answers.failed.get((FLIP, flip), ("", None))[0],
                     flip.mathematics(now),
                 )
                 for flip in (self._flips([name]) if name in names else ())
@@ -218,10 +195,9 @@ class FlipPredictions:
                 peaks = session.peaks_by_batch(**changes)
                 answers.peaks |= {about: peaks} if session.settings == now else {}
         except Exception as error:  # and is not asked for again, unless it may go well later
+            may_pass = isinstance(error, NotThisTime) or not isinstance(error, InvalidInput | WorkloadError)
             if session.settings == now:  # after a flip meanwhile, this was said of something else
-                answers.failed[question] = str(error)
-                if isinstance(error, NotThisTime) or not isinstance(error, InvalidInput | WorkloadError):
-                    answers.failed_at[question] = session.history.steps
+                answers.failed[question] = str(error), session.history.steps if may_pass else None
             if not isinstance(error, GpumemError):
                 raise
         finally:
@@ -229,9 +205,7 @@ class FlipPredictions:
             if session.playing:  # which shall come to something between two questions
                 self._rests_until_s = ended_s + (ended_s - began_s)
             self._news = object()
-            with self._turn:
-                self._asking = False
-                self._turn.notify_all()
+            self._turn.release()
 
     def _lines(self, names: Sequence[str]) -> Iterator[tuple[str, Settings]]:
         """Yield the present settings and what changes how peaks grow with the batch, with names."""

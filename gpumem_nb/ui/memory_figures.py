@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from plotly import graph_objects as go
@@ -178,16 +178,14 @@ def _peak(timeline: Timeline, top: int) -> list[dict[str, Any]]:
     ]
 
 
-def _leaves(ledger: Ledger) -> Iterator[tuple[str, str, int]]:
-    for module, of_module in by_outer_module(ledger).items():
-        yield from ((module, category, size) for category, size in of_module.items() if size > 0)
-
-
 def _tree(ledger: Ledger) -> dict[str, dict[str, Any]]:
     """Nodes by id; a node's bytes are the sum of its children's."""
     sizes: dict[tuple[str, ...], int] = defaultdict(int)
     leaves: dict[tuple[str, ...], str] = {}
-    for module, category, size in _leaves(ledger):
+    owned = [(module, *of) for module, of_module in by_outer_module(ledger).items() for of in of_module.items()]
+    for module, category, size in owned:
+        if size <= 0:
+            continue
         path = (_ROOT, *module.split("."), category)
         leaves[path] = category
         for depth in range(1, len(path) + 1):

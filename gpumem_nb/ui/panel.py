@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -20,7 +21,7 @@ from .controls import BottleneckLine, Controls
 from .kept import Kept
 from .style import BIG
 from .threads import Actions
-from .widgets import ClosesDeadTabs, box, family, region, style_sheet, text_of
+from .widgets import ClosesDeadTabs, box, button, family, region, style_sheet, text_of, toggle
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -150,22 +151,22 @@ class Panel:
         self._key = region("gpumem-keys", "group", "what the charts show")
         self._truths = region("gpumem-truths", "group", "what the numbers of memory mean")
         self._truths.html = wording.truths(self._ranks)
-        self._dismiss = ipywidgets.Button(icon="times", tooltip="close this message")
+        self._dismiss = button("", "times", "close this message", self._close_message)
         self._dismiss.add_class("gpumem-dismiss")
-        self._dismiss.on_click(lambda _: self._close_message())
-        self._pin = _toggle("compare with this", "thumb-tack", "compare all further settings with those of now")
-        self._latest = _toggle(f"last {LAST_STEPS} steps", "search-plus", "of all steps, show the latest alone")
-        self._smooth = _toggle("smooth", "line-chart", "lines as moving averages")
-        self._log_loss = _toggle("log loss", "superscript", "the loss on a logarithmic axis")
+        self._pin = toggle("compare with this", "thumb-tack", "compare all further settings with those of now")
+        self._latest = toggle(f"last {LAST_STEPS} steps", "search-plus", "of all steps, show the latest alone")
+        self._smooth = toggle("smooth", "line-chart", "lines as moving averages")
+        self._log_loss = toggle("log loss", "superscript", "the loss on a logarithmic axis")
         self._pin.observe(lambda change: self._wanted_pin(change["new"]), names="value")
         for choice in (self._latest, self._smooth, self._log_loss):
             choice.observe(lambda _: self._draw_anew(), names="value")
         css = style_sheet(text_of("panel.css") + self._charts.css)
         top = box([self._status, self._controls.buttons], "gpumem-top")
         answers = [self._answers.buttons, self._answers.opened]
-        self._fits = [ipywidgets.Button(tooltip="train with these settings") for _ in range(_FITS)]
-        for place, button in enumerate(self._fits):
-            button.on_click(lambda _, place=place: self._ask(lambda: self._apply(place)))
+        self._fits = [
+            button("", "", "train with these settings", partial(self._ask, partial(self._apply, place)))
+            for place in range(_FITS)
+        ]
         fits = box(self._fits, "gpumem-fits")
         self._lost = BottleneckLine(self._session, self._ask)
         usual = box([self._filling, self._lost.widget], "gpumem-usual")
@@ -220,9 +221,9 @@ class Panel:
 
     def _offer(self, rescue: Rescue | None) -> None:
         fits = rescue.fits if rescue else []
-        for place, button in enumerate(self._fits):
-            button.layout.display = "" if place < len(fits) else "none"
-            button.description = f"Apply {fits[place]}" if place < len(fits) else ""
+        for place, fit in enumerate(self._fits):
+            fit.layout.display = "" if place < len(fits) else "none"
+            fit.description = f"Apply {fits[place]}" if place < len(fits) else ""
 
     def _draw_anew(self) -> None:
         self._shown = ()
@@ -276,7 +277,3 @@ class Panel:
         """Return the card about a discarded step, until the user has closed it."""
         history = self._session.history
         return None if self._session.ended or history.rescue is self._dismissed else history.rescue
-
-
-def _toggle(label: str, icon: str, tip: str) -> Any:
-    return ipywidgets.ToggleButton(description=label, icon=icon, tooltip=tip)

@@ -69,6 +69,11 @@ def button(label: str, icon: str, tip: str, press: Callable[[], object]) -> Any:
     return made
 
 
+def toggle(label: str, icon: str, tip: str) -> Any:
+    """Return a button that stays pressed."""
+    return ipywidgets.ToggleButton(description=label, icon=icon, tooltip=tip)
+
+
 def family(widget: Any) -> Iterator[Any]:
     """Yield a widget and all that lie in it."""
     for child in getattr(widget, "children", ()):

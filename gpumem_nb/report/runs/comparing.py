@@ -82,7 +82,9 @@ class Comparison(Report):
     @property
     def records(self) -> list[dict[str, Any]]:
         """A row for each figure, category and part: its name, unit, both values, and the second less the first."""
-        rows = [(name, unit, before, after) for name, unit, before, after, _ in self._figures]
+        rows: list[tuple[str, str, Any, Any]] = [
+            (name, unit, value(self.a), value(self.b)) for name, unit, value, _ in self._figures
+        ]
         of_a, of_b = self.a.categories, self.b.categories
         rows += [(name, "bytes", of_a.get(name, 0), of_b.get(name, 0)) for name in self.categories]
         rows += [(part, "s", self.a.parts.get(part), self._scaled(part)) for part in self.parts]
@@ -122,33 +124,34 @@ class Comparison(Report):
         return self.b.parts.get(part, 0.0) * scale
 
     @property
-    def _figures(self) -> list[tuple[str, str, Any, Any, Callable[[Any], str]]]:
-        """Name, unit, both values, and how a value is written."""
-        a, b = self.a, self.b
+    def _figures(self) -> list[tuple[str, str, Callable[[Row], Any], Callable[[Row], str]]]:
+        """Name, unit, a run's value, and the same in words."""
+
+        def loss(row: Row) -> float | None:
+            return columns.loss_after(row, self.samples)
+
         return [
-            ("steps", "", a.steps, b.steps, lambda steps: f"{steps:,}"),
-            ("live peak", "bytes", a.peak_bytes, b.peak_bytes, format_bytes),
-            ("predicted", "bytes", _said(a), _said(b), format_bytes),
-            ("reserved", "bytes", a.reserved_peak_bytes, b.reserved_peak_bytes, format_bytes),
-            ("headroom", "share", a.headroom, b.headroom, columns.headroom),
-            ("samples/s", "", a.samples_per_s, b.samples_per_s, format_rate),
-            ("loss", "", columns.loss_after(a, self.samples), columns.loss_after(b, self.samples), columns.number),
+            ("steps", "", lambda row: row.steps, lambda row: f"{row.steps:,}"),
+            ("live peak", "bytes", lambda row: row.peak_bytes, lambda row: format_bytes(row.peak_bytes)),
+            ("predicted", "bytes", _said, lambda row: row.foretold.live_peak if row.foretold else "n/a"),
+            (
+                *("reserved", "bytes", lambda row: row.reserved_peak_bytes),
+                lambda row: format_bytes(row.reserved_peak_bytes),
+            ),
+            ("headroom", "share", lambda row: row.headroom, lambda row: columns.headroom(row.headroom)),
+            ("samples/s", "", lambda row: row.samples_per_s, lambda row: columns.rate(row.speed)),
+            ("loss", "", loss, lambda row: columns.number(loss(row))),
         ]
 
     @property
     def _tables(self) -> list[Table]:
         heading = f"Run {self.a.number} → {self.b.number}: {self.changed or 'nothing was changed'}"
-        both = self.a, self.b
-        own = {
-            "samples/s": [columns.rate(row.speed) for row in both],
-            "predicted": [row.foretold.live_peak if row.foretold else "n/a" for row in both],
-        }
         figures = []
-        for name, unit, before, after, words in self._figures:
-            cells = own.get(name) or [words(before), words(after)]
-            change = "" if name == "samples/s" and self._busy else _change(name, before, after, unit)
+        for name, unit, value, words in self._figures:
+            cells = [words(self.a), words(self.b)]
+            busy = name == "samples/s" and self._busy
             if set(cells) != {"n/a"}:
-                figures.append((name, *cells, change))
+                figures.append((name, *cells, "" if busy else _change(name, value(self.a), value(self.b), unit)))
         tables = [self._table(heading, "", figures)]
         if self.categories:
             rows = [
