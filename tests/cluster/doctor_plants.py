@@ -253,9 +253,6 @@ PLANTS: dict[str, Plant] = {
     "a batch eight times as large": Plant(
         "learning rate unscaled", train=batch_grows, flip={"lr_scaling": "linear", "reference_batch": 4}
     ),
-    "a model that a cell makes again": Plant(
-        "other objects than attached", train=made_again, words="net is another object than the one attached"
-    ),
     "a step that raises": Plant(
         "a step fails",
         "def loss(model, batch):\n    raise ValueError('planted')",
@@ -306,6 +303,9 @@ PLANTS: dict[str, Plant] = {
         flip={"batch_size": 4},
     ),
     "another process on the device": Plant("other processes on the device", train=crowded, words="19.0 GiB"),
+    "a model that a cell makes again": Plant(
+        "other objects than attached", train=made_again, words="net is another object than the one attached"
+    ),
 }
 
 
