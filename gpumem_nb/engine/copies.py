@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -81,49 +79,6 @@ class Layout:
         """Make a tensor without content, on ``device`` unless it belongs to the host."""
         where = torch.device("cpu") if self.on_host else device
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=where)
-
-
-class Aside:
-    """Values that are put aside: every tensor in them, however deep in lists, tuples and dicts, is copied to the host.
-
-    A tensor that occurs twice comes back as one. With ``release`` tensors are made anew with the layout that they had,
-    because nothing holds them meanwhile; without, they are written back in place.
-    """
-
-    def __init__(self, release: bool) -> None:
-        self._release = release
-        self._kept: dict[int, _Kept] = {}  # by the tensor's id, until all are put aside
-
-    def put(self, value: Any) -> Callable[[], Any]:
-        """Put a value aside; returns what brings it back."""
-        if isinstance(value, Tensor):
-            kept = self._kept.setdefault(id(value), _Kept(value, self._release))
-            return kept.restored
-        if type(value) is dict:
-            named = {name: self.put(item) for name, item in value.items()}
-            return lambda: {name: back() for name, back in named.items()}
-        if type(value) in (list, tuple):
-            items, kind = [self.put(item) for item in value], type(value)
-            return lambda: kind(back() for back in items)
-        try:
-            content = copy.deepcopy(value)
-        except Exception:  # whether something that cannot be copied changes, such as a file, is not known
-            content = value
-        return lambda: content
-
-
-class _Kept:
-    """A tensor's content."""
-
-    def __init__(self, tensor: Tensor, release: bool) -> None:
-        self._tensor = None if release else tensor
-        self._device, self._layout, self._copy = tensor.device, Layout.of(tensor), host_copy(tensor)
-
-    def restored(self) -> Tensor:
-        if self._tensor is None:
-            self._tensor = self._layout.made(self._device)
-        overwrite(self._tensor, self._copy)
-        return self._tensor
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from gpumem_nb.engine.copies import Aside, Layout, checksum, host_copy
+from gpumem_nb.engine.copies import Layout, checksum, host_copy
 from gpumem_nb.engine.step.buckets import arrived, outgoing
-from gpumem_nb.engine.undo.step_undo import KeptState
+from gpumem_nb.engine.step.optimizer_state import Parked
+from gpumem_nb.engine.undo.step_undo import UpdateUndo
 
 CPU = torch.device("cpu")
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
@@ -36,16 +37,6 @@ def test_a_copy_lies_as_torch_itself_would_lay_it(kind: str) -> None:
     assert torch.equal(copied, tensor)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_what_was_given_up_is_made_anew_as_it_lay(kind: str) -> None:
-    tensor = LAYOUTS[kind]()
-    back = Aside(release=True).put({"one": tensor, "more": [tensor, (1, tensor)]})()
-    assert back["one"] is back["more"][0] is back["more"][1][1]
-    assert back["one"] is not tensor
-    assert back["one"].stride() == torch.empty_like(tensor).stride()
-    assert torch.equal(back["one"], tensor)
-
-
 def test_state_that_was_given_up_is_paired_with_the_same_elements_by_fused_kernels() -> None:
     def trained(put_aside: bool) -> Tensor:
         torch.manual_seed(0)
@@ -57,7 +48,7 @@ def test_state_that_was_given_up_is_paired_with_the_same_elements_by_fused_kerne
             optimizer.step()
             optimizer.zero_grad()
             if put_aside:
-                KeptState(optimizer, release=True).restore()
+                Parked(optimizer).restore()
         weight: Tensor = net.weight.detach()
         return weight
 
@@ -68,9 +59,9 @@ def test_options_that_are_tensors_are_put_back_in_place() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = Adam([weight], lr=torch.tensor(0.1))
     rate = optimizer.param_groups[0]["lr"]
-    kept = KeptState(optimizer, release=False)
+    undo = UpdateUndo([weight], optimizer)
     rate.fill_(7.0)
-    kept.restore()
+    undo.undo()
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate == torch.tensor(0.1)
 

@@ -144,8 +144,8 @@ def test_no_question_copies_weights_or_state(gpu: VirtualGPU, ask: str, monkeypa
     trained, settings = trainer(gpu), Settings(batch_size=2, optimizer="adamw")
     assert trained.run(Chunk(settings, 1, 2)).failure is None
     before = everything(trained)
-    for name in ("UpdateUndo", "KeptState"):
-        monkeypatch.setattr(f"gpumem_nb.engine.undo.step_undo.{name}.__init__", _refused)
+    for name in ("undo.step_undo.UpdateUndo", "step.optimizer_state.Parked"):
+        monkeypatch.setattr(f"gpumem_nb.engine.{name}.__init__", _refused)
     other = settings.replace(optimizer="sgd", optimizer_impl="fused", learning_rate=7.0)
     if ask == "predict":
         assert trained.trials.forecast(other, [1, 2], [4], 0).failure is None

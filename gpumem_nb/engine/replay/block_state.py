@@ -19,8 +19,8 @@ from ...shared.errors import WorkloadError
 from .. import cells
 from ..random_state import RandomState
 from ..undo.changing import Changing, Key, can_be_filled
-from ..undo.python_state import Holding, PythonSnapshot, PythonState, given
-from ..undo.reachable import CONTAINERS, PLAIN
+from ..undo.python_state import PythonSnapshot, PythonState
+from ..undo.reachable import CONTAINERS, PLAIN, Holding, given
 
 OTHERWISE = "Use checkpointing=none, or make the block depend on nothing but its inputs."
 SOMETHING_ELSE = "run a second time it did something else than the first time"

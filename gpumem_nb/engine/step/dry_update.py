@@ -126,7 +126,7 @@ def update_in_question(live: LiveModel, recorder: Recorder, device: Device) -> t
 
 def _held_by(optimizer: Optimizer) -> list[Tensor]:
     """The tensors that an update may replace: weights, gradients and state, also of one inside of another one."""
-    found = [tensor for one in (optimizer, *_inner(optimizer)) for tensor in tensors_in(list(vars(one).values()))]
+    found = [tensor for one in optimizers.with_inner(optimizer) for tensor in tensors_in(list(vars(one).values()))]
     return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
 
 
@@ -184,12 +184,8 @@ def timed_on_scratch(
 
 def _closure_in(optimizer: Optimizer) -> str:
     """The name of a function that would work on the optimizer itself also where a copy calls it; empty without one."""
-    held = (item for one in (optimizer, *_inner(optimizer)) for item in vars(one).items() if item[0] != "step")
+    held = (item for one in optimizers.with_inner(optimizer) for item in vars(one).items() if item[0] != "step")
     return next((name for name, value in held if isinstance(value, FunctionType) and value.__closure__), "")
-
-
-def _inner(optimizer: Optimizer) -> list[Optimizer]:
-    return [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
 
 
 @contextmanager
@@ -236,7 +232,7 @@ class _Copies:
         # Not by deepcopy, for which every optimizer drops the attributes that torch's do not have.
         new: Optimizer = type(optimizer).__new__(type(optimizer))
         self._memo[id(optimizer)] = new
-        for inner in _inner(optimizer):
+        for inner in optimizers.with_inner(optimizer)[1:]:
             if id(inner) not in self._memo:
                 self.of_optimizer(inner)
         with self._as_copied:

@@ -21,7 +21,7 @@ from ..data.fetching import to_device
 from ..data.held_out import HeldOut, batches_once
 from ..link.communicator import Separated, here
 from ..link.signals import interruptible
-from ..undo.step_undo import ForwardState, ForwardUndo, KeptWeights
+from ..undo.step_undo import ForwardState, ForwardUndo, WrittenByForward
 from .ambient import Ambient, autocast
 from .failures import failure_of
 from .live_model import LiveModel
@@ -65,7 +65,7 @@ class Evaluator:
         metric = as_given(workload.metric)
         self._metric = (metric.to(device.torch_device),) if isinstance(metric, nn.Module) else ()
         self._forward = ForwardState((*live.parts.named.values(), *self._metric), workload.loss)
-        self._written: list[Tensor] = []
+        self._written = WrittenByForward()
         self._device = device
         self._rank, self._size = rank, size
 
@@ -146,22 +146,17 @@ class Evaluator:
 
 @contextmanager
 def left_as_it_was(
-    modules: Iterable[nn.Module], forward: ForwardState, live: LiveModel, written: list[Tensor]
+    modules: Iterable[nn.Module], forward: ForwardState, live: LiveModel, written: WrittenByForward
 ) -> Iterator[None]:
-    """All of these in eval mode inside; modes, weights, buffers, what forward keeps and random numbers as before.
-
-    ``written`` are the large weights that earlier evaluations turned out to write; it gets those of this one.
-    """
-    kept = KeptWeights.before_forward(live.parameters, live.parts.parameters(), written=written)
+    """All of these in eval mode inside; modes, weights, buffers, what forward keeps and random numbers as before."""
+    kept = written.before(live.parameters, live.parts.parameters(), copy=True)
     before = ForwardUndo(forward, kept)
     try:
         with evaluating(modules):
             yield
+        written.after(kept)
     finally:
-        try:
-            before.undo()
-        finally:
-            written += kept.missed
+        before.undo()
 
 
 def _number(value: Any, what: str) -> Any:

@@ -22,10 +22,9 @@ from ...shared.workload import Workload
 from ..link.communicator import same_everywhere
 from ..link.signals import interruptible
 from ..replay.checkpointing import Checkpointing, find_blocks
-from ..undo.step_undo import KeptState
 from . import optimizers
 from .checks import check_modules, check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
-from .optimizer_state import Replicas
+from .optimizer_state import Parked, Replicas
 from .parts import Modes, Parts, in_groups, note_steps, steps_before
 from .rates import Course, Rates, named_rate
 
@@ -89,7 +88,7 @@ class LiveModel:
         self.course = Course(self.settings, ranks)
         self._rates = Rates(self.optimizer, self.settings.learning_rate, self.course.schedule)
         self._own_rates = self._rates if self.own_optimizer else None  # another optimizer would live on in it
-        self._parked: tuple[str, KeptState, Rates] | None = None  # used last, until a step was done with another one
+        self._parked: tuple[str, Parked, Rates] | None = None  # used last, until a step was done with another one
         self._in_use: str | None = None  # while other settings are tried: the optimizer's name
         self.parameters: list[Tensor] = list(in_groups(self.optimizer))
         self._known = {id(param): weakref.ref(param) for param in self.parts.parameters()}
@@ -159,7 +158,7 @@ class LiveModel:
             optimizer = optimizers.build(trained, settings.replace(learning_rate=rate))
             rates = Rates(optimizer, wanted, self.course.schedule)
         if parked is None and self.optimizer is not self.own_optimizer:
-            self._parked = (self.settings.optimizer, Replicas(self.optimizer).keep(release=True), self._rates)
+            self._parked = (self.settings.optimizer, Replicas(self.optimizer).keep(), self._rates)
         self.optimizer, self._rates = optimizer, rates
         self.parts.join(self.own_optimizer, self.optimizer)
         self._note(optimizer=settings.optimizer)

@@ -16,7 +16,7 @@ from ..data.stream import Stream
 from ..link.settings import why_flat
 from ..undo.python_state import PythonState
 from .live_model import LiveModel
-from .optimizers import beside_state
+from .optimizers import beside_state, with_inner
 from .parts import as_given, in_groups
 from .rates import named_rate
 
@@ -57,8 +57,8 @@ def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[
             said.append(f"The optimizer does not hold {left_out[0]}{others}: what it does not hold is not trained.")
         if kept := _unseen(live.own_optimizer):
             said.append(
-                f"The optimizer keeps values outside of its state ({', '.join(kept)}): a step that is undone "
-                "may leave its mark there. Keep them in state[param]."
+                f"The optimizer keeps values outside of its state ({', '.join(kept)}): they are in no saved state. "
+                "Keep them in state[param]."
             )
         if has_step_hooks(live.own_optimizer):
             said.append(
@@ -69,9 +69,8 @@ def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[
 
 
 def _unseen(optimizer: Optimizer) -> list[str]:
-    """Names of what an optimizer, or one in it, keeps beside its state, where a step's changes are not put back."""
-    inner = (one for one in vars(optimizer).values() if isinstance(one, Optimizer))
-    kept = (pair for one in (optimizer, *inner) for pair in beside_state(one).items())
+    """Names of what an optimizer, or one in it, keeps beside its state, which files do not hold."""
+    kept = (pair for one in with_inner(optimizer) for pair in beside_state(one).items())
     return [name for name, value in kept if isinstance(value, (Tensor, list, dict, set, deque))]
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...shared.errors import StateFileError, WorkloadError, text_of
-from ..copies import Layout
+from ..copies import Layout, host_copy
 from ..link.communicator import here
-from ..undo.step_undo import KeptState
 from . import optimizers
 from .parts import Parts, in_groups
 
@@ -92,9 +91,33 @@ class Replicas:
             }
         )
 
-    def keep(self, release: bool) -> KeptState:
-        """Copy this rank's part to host memory; with ``release`` the optimizer has none until it is put back."""
-        return KeptState(self._optimizer, release)
+    def keep(self) -> Parked:
+        """Move this rank's part to host memory; the optimizer has none until it is put back."""
+        return Parked(self._optimizer)
+
+
+class Parked:
+    """One of torch's optimizers, out of use: its state lies in host memory until :meth:`restore` is called."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._state = {
+            param: {name: _put_away(value) for name, value in values.items()}
+            for param, values in optimizer.state.items()
+        }
+        optimizer.state.clear()
+
+    def restore(self) -> None:
+        """Put the state back, in tensors that lie as before."""
+        state = {param: {name: back() for name, back in values.items()} for param, values in self._state.items()}
+        self.optimizer.state.update(state)
+
+
+def _put_away(value: Any) -> Callable[[], Any]:
+    if not isinstance(value, Tensor):
+        return lambda: value
+    device, layout, content = value.device, Layout.of(value), host_copy(value)
+    return lambda: layout.made(device).copy_(content)
 
 
 def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:

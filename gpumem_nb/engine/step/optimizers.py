@@ -50,6 +50,11 @@ def from_torch(optimizer: Optimizer) -> bool:
     return is_torchs(optimizer) and not has_step_hooks(optimizer)
 
 
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Return an optimizer, and those that it is around."""
+    return [optimizer, *(one for one in vars(optimizer).values() if isinstance(one, Optimizer))]
+
+
 def beside_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return what only this optimizer has, by name; nothing for torch's own, which make it again."""
     if is_torchs(optimizer):

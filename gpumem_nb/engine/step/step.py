@@ -130,7 +130,7 @@ class Stepper:
                 try:
                     outcome, failure = self._attempt(order, failure)
                 except BaseException:  # which should not come: the next step must not find what is left of this one
-                    self.voting.forget()
+                    self.voting.reduction.forget()
                     self._live.zero_grad()
                     raise
             if outcome:
@@ -192,11 +192,12 @@ class Stepper:
 
     def failure(self, error: BaseException) -> Failure:
         """Return what went wrong in the part of the step under way."""
-        return failure_of(error, self._stream.rank, self.phase, self._live.model, self.voting.latest, self._device)
+        latest = self.voting.reduction.latest
+        return failure_of(error, self._stream.rank, self.phase, self._live.model, latest, self._device)
 
     def close(self) -> None:
         """Take the hooks off the parameters again."""
-        self.voting.close()
+        self.voting.reduction.remove()
 
     def _forward(self, order: StepOrder) -> tuple[ForwardUndo | None, Tensor | None, Failure | None]:
         """Forward and backward: what undoes them, the loss, or what went wrong."""
@@ -246,16 +247,16 @@ class Stepper:
                 if Recorder.current:
                     Recorder.current.claim(INPUTS, tensors_in(batch))
                 self._begin(FORWARD)
-                self.voting.latest = None
+                self.voting.reduction.latest = None
                 with autocast(settings.precision, device.type):
                     loss = self._loss(self._live.model, batch)
-                    check_no_backward(self.voting.latest)
+                    check_no_backward(self.voting.reduction.latest)
                     loss = checked_loss(loss) / settings.accumulation_steps
                 self.looks.batch(batch)
                 del batch
                 self._begin(BACKWARD)
                 if index == settings.accumulation_steps - 1:
-                    self.voting.arm()
+                    self.voting.reduction.arm()
                 (scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
                 total += loss.detach().float()
                 self._begin(DATA)
@@ -379,6 +380,7 @@ class Stepper:
         if Recorder.current and not discarded:
             self.record = Recorder.current.end()
         ledger = self.record.ledger() if self.record else None
-        took = self._clock.end(self.voting.transfers)
+        reduction = self.voting.reduction
+        took = self._clock.end(reduction.transfers)
         scales, squares = (None, None) if discarded else (self._scales, self.voting.squares)
-        return Outcome(loss, failure, discarded, last, reading, ledger, took, self.voting.lost, notes, scales, squares)
+        return Outcome(loss, failure, discarded, last, reading, ledger, took, reduction.lost, notes, scales, squares)

@@ -347,7 +347,7 @@ class Trainer:
         self._recorded_steps = 0  # what is known of the memory of steps may be of another model
         self._device.empty_cache()
         self.stepper.phase = "forward"
-        self.stepper.voting.come_last()
+        self.stepper.voting.reduction.come_last()
         try:
             self.live.refuse_strangers()
             self.stream.check_length()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ...memory.device import Device, leaving_no_cache
 from ...memory.ledger.trace import Trace
@@ -30,7 +30,6 @@ from ...shared.messages import Chunk, Failure
 from ...shared.questions import StepsAmong
 from ...shared.settings import Settings
 from ...shared.step_times import DATA, TOOLKIT, UPDATE, StepTimes
-from ..data.stream import Stream
 from ..link.communicator import here
 from ..link.group import among
 from .dry_update import timed_on_scratch
@@ -38,6 +37,9 @@ from .live_model import LiveModel
 from .samples import Outcome
 from .step import Stepper
 from .step_clock import StepTimings
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 MOST_STEPS = 5  # after one that warms up
 LONGEST_S = 0.3  # no further step is begun after that, but for the second
@@ -181,34 +183,16 @@ def room_of_state_that_leaves(live: LiveModel, device: Device) -> Iterator[None]
         device.empty_cache()
 
 
-class Takes(Protocol):
-    """The interface of whatever takes steps: the trainer."""
-
-    steps: int
-    stream: Stream
-    live: LiveModel
-    update_times: UpdateTimes
-
-    def aside(self, settings: Settings) -> AbstractContextManager[None]:
-        """Inside, steps are taken that are not training's."""
-
-    def trying(self, chunk: Chunk) -> AbstractContextManager[Failure | None]:
-        """Inside, steps are under the settings of a trial; gives why these cannot be applied."""
-
-    def try_step(self, failure: Failure | None, chunk: Chunk) -> Trial:
-        """Take a step of it, unless something failed before, and undo it."""
-
-
 class Trials:
     """Asks what settings would need; all ranks ask together.
 
     Args:
-        takes: the steps.
+        trainer: takes the steps.
         device: of this rank.
     """
 
-    def __init__(self, takes: Takes, device: Device) -> None:
-        self._takes = takes
+    def __init__(self, trainer: Trainer, device: Device) -> None:
+        self._trainer = trainer
         self._device = device
         self._not_foreseen = ""
 
@@ -221,7 +205,7 @@ class Trials:
         differ in size, steps of the ``longest`` one are taken besides.
         """
         found = self._forecast(settings, small, batch_sizes, most)
-        stream = self._takes.stream
+        stream = self._trainer.stream
         if not (longest and stream.varies and here().any_rank(bool(found.of or most) and not found.failure, "longest")):
             return found
         with stream.of_longest():
@@ -231,7 +215,7 @@ class Trials:
 
     def _forecast(self, settings: Settings, small: Sequence[int], batch_sizes: Sequence[int], most: int) -> Forecasts:
         began_s = time.monotonic()
-        with leaving_no_cache(self._device), self._takes.aside(settings):
+        with leaving_no_cache(self._device), self._trainer.aside(settings):
             steps, failure, failed_batch = self._small_steps(settings, small)
         return self._forecasts(steps, began_s, batch_sizes, most, failure, failed_batch)
 
@@ -242,7 +226,7 @@ class Trials:
 
         def step(failure: Failure | None, chunk: Chunk) -> tuple[float, float, Failure | None]:
             # Listening takes time: the first step, which warms up, is the one that is listened to.
-            trial = self._takes.try_step(failure, chunk if first else replace(chunk, ledger_steps=1))
+            trial = self._trainer.try_step(failure, chunk if first else replace(chunk, ledger_steps=1))
             if trial.failure is None and not first:
                 first.append(trial)
                 updates.append(self._update_s(settings, trial.trace))
@@ -251,8 +235,8 @@ class Trials:
             return trial.work_s + update_s, 0.0 if settings.num_workers else trial.data_s, trial.failure
 
         began_s = time.monotonic()
-        with leaving_no_cache(self._device), self._takes.aside(settings):
-            steps_s, failure = timed(self._takes.trying, step, Chunk(settings, NO_CONFIGURATION, 1, trial=True))
+        with leaving_no_cache(self._device), self._trainer.aside(settings):
+            steps_s, failure = timed(self._trainer.trying, step, Chunk(settings, NO_CONFIGURATION, 1, trial=True))
         steps = self._continued(first[:1]) if steps_s else None
         batch_size = settings.batch_size
         forecasts = self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size)
@@ -264,7 +248,7 @@ class Trials:
         Raises:
             WorkloadError: steps are taken under other settings now.
         """
-        if settings != self._takes.live.settings:  # Horovod's own would have to be followed by all ranks
+        if settings != self._trainer.live.settings:  # Horovod's own would have to be followed by all ranks
             raise WorkloadError("Settings were changed meanwhile. Measure again.")
         together = self._steps(settings, 1)  # what a cell has changed is agreed upon by all
         if not together.times:
@@ -275,9 +259,9 @@ class Trials:
         times: list[StepTimes] = []
         sent_bytes, update_s = 0, 0.0
         chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
-        with self._takes.aside(settings), self._takes.trying(chunk) as why_not:
+        with self._trainer.aside(settings), self._trainer.trying(chunk) as why_not:
             for number in range(_UNCOUNTED + steps):
-                trial = self._takes.try_step(why_not, chunk)
+                trial = self._trainer.try_step(why_not, chunk)
                 found = None if trial.failure else trial.timings.times()
                 if here().any_rank(found is None, "scaling"):
                     return StepsAmong(failure=trial.failure)
@@ -297,7 +281,7 @@ class Trials:
         From one recorded step at each of the ``small`` batch sizes, as :meth:`forecast`.
         """
         began_s, batch_size = time.monotonic(), settings.batch_size
-        with leaving_no_cache(self._device), self._takes.aside(settings):
+        with leaving_no_cache(self._device), self._trainer.aside(settings):
             steps, failure, failed_batch = self._small_steps(settings, small)
         now = self._forecasts(steps, began_s, [batch_size], 0, failure, failed_batch)
         if steps is None:
@@ -316,7 +300,7 @@ class Trials:
     ) -> Forecasts:
         reading, room = self._device.reading(), self._device.room()
         limit = None if room is None else reading.reserved_bytes + room
-        steps_done, seconds = self._takes.steps, time.monotonic() - began_s
+        steps_done, seconds = self._trainer.steps, time.monotonic() - began_s
         if steps is None:
             return Forecasts(steps_done, reading, seconds, limit, failure=failure, failed_batch=failed_batch)
         allowed = self._device.allowed_bytes
@@ -334,8 +318,8 @@ class Trials:
             for batch_size in small:
                 sized = settings.replace(batch_size=batch_size)
                 chunk = Chunk(sized, NO_CONFIGURATION, 1, trial=True, ledger_steps=1)
-                with self._takes.trying(chunk) as why_not:
-                    trial = self._takes.try_step(why_not, chunk)
+                with self._trainer.trying(chunk) as why_not:
+                    trial = self._trainer.try_step(why_not, chunk)
                 if here().any_rank(trial.trace is None, "forecast"):
                     return None, trial.failure, batch_size
                 trials.append(trial)
@@ -347,11 +331,11 @@ class Trials:
     def _continued(self, trials: Sequence[Trial]) -> SmallSteps:
         """Recorded steps, ready to be continued to other batch sizes."""
         self._not_foreseen = next((trial.not_foreseen for trial in trials), "")
-        return SmallSteps([trial.trace for trial in trials if trial.trace], self._takes.stream.varies)
+        return SmallSteps([trial.trace for trial in trials if trial.trace], self._trainer.stream.varies)
 
     def _update_s(self, settings: Settings, trace: Trace | None) -> tuple[float, str]:
         """Return how long an update takes that trials do not take, in seconds, and how that is known."""
-        live, times = self._takes.live, self._takes.update_times
+        live, times = self._trainer.live, self._trainer.update_times
         if (seconds := times.of(settings)) is not None:
             return seconds, UPDATE_TRAINED
         scaler = live.scaler if settings.precision == "fp16" else None

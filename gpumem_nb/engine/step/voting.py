@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,13 +14,15 @@ from ...shared.messages import Failure
 from ...shared.step_times import REDUCTION, TOOLKIT
 from ..link import signals
 from ..link.communicator import here
-from .ballot import Ballot, Votes, WeightWatch
+from .ballot import Votes, WeightWatch, write_ballot
 from .buckets import ReductionConfig
 from .failures import nonfinite_loss
 from .gradients import GradientNorms, GradientsHad, is_measured
 from .live_model import LiveModel
 from .reduction import GradientReduction, Reduced
-from .step_clock import BucketTransfer
+
+if TYPE_CHECKING:
+    from .step import Stepper
 
 _PARTIAL_NAMED = 3
 _MEASURED_EVERY = 20  # steps, of which the first shows what compression takes from gradients
@@ -44,23 +46,11 @@ class StepOrder:
     config: ReductionConfig
 
 
-class Step(Protocol):
-    """The facts about a step that its votes need."""
-
-    def failure(self, error: BaseException) -> Failure:
-        """Convert an exception into a Failure."""
-
-    def enter(self, part: str) -> None:
-        """A part of it begins, as far as time goes."""
-
-    def update_may_fail(self, order: StepOrder) -> bool:
-        """Return whether its update could end half way, or shall be undone."""
-
-
 class Voting:
     """One rank's part in the votes, which travel with its gradients.
 
     Attributes:
+        reduction: of its gradients.
         watch: compares the ranks' weights.
         had: which weights had gradients in the steps that counted.
         squares: of the latest step, if it was measured, the squared norms of a rank's gradient (the mean of all ranks)
@@ -73,36 +63,13 @@ class Voting:
         self._rank, self._ranks = rank, ranks
         self._device = device
         self._config = ReductionConfig.under(live.settings)
-        self._reduction = self._reduce_all()
+        self.reduction = self._reduce_all()
         self._partial: tuple[Tensor, ...] = ()
         self._told_partial: set[int] = set()
         self.had = GradientsHad()
         self.watch = WeightWatch(live.parts)
         self.squares: tuple[float, Tensor] | None = None
         self._measured_at = -_MEASURED_EVERY
-
-    @property
-    def latest(self) -> Tensor | None:
-        """The weight whose gradient was computed last, which tells how far backward got."""
-        return self._reduction.latest
-
-    @latest.setter
-    def latest(self, param: None) -> None:
-        self._reduction.latest = param
-
-    @property
-    def transfers(self) -> tuple[BucketTransfer, ...]:
-        """Of the gradients of the latest step."""
-        return tuple(self._reduction.transfers)
-
-    def come_last(self) -> None:
-        """Cells may have registered hooks that change gradients: these come before they are sent."""
-        self._reduction.come_last()
-
-    @property
-    def lost(self) -> Tensor | None:
-        """The share of this rank's gradients that compression took in the latest step, where that was measured."""
-        return self._reduction.lost
 
     def attempt_begins(self, order: StepOrder) -> None:
         """A step begins, perhaps for another time."""
@@ -114,40 +81,36 @@ class Voting:
         elif not (order.trial or order.recorded):  # where measuring would be among what is recorded
             measured = not 0 <= order.step - self._measured_at < _MEASURED_EVERY
             self._measured_at = order.step if measured else self._measured_at
-        self._reduction.begin(self._config, measured, not order.trial and is_measured(order.step, self._ranks))
+        self.reduction.begin(self._config, measured, not order.trial and is_measured(order.step, self._ranks))
 
     def begin(self, order: StepOrder) -> None:
         """Forward begins."""
         if self._compares(order):
             self.watch.begin()
 
-    def arm(self) -> None:
-        """From now on gradients are final: send them as soon as they are there."""
-        self._reduction.arm()
-
     def vote(
-        self, order: StepOrder, loss: Tensor | None, failure: Failure | None, step: Step
+        self, order: StepOrder, loss: Tensor | None, failure: Failure | None, step: Stepper
     ) -> tuple[Votes, Failure | None]:
         """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
         try:
             with self._device.exempt():
-                ballot, norms, failure = self._ballot(order, loss, failure, step)
+                compared, norms, failure = self._write_ballot(order, loss, failure, step)
                 step.enter(REDUCTION)
-                reduced = self._reduction.finish(failure is not None)
+                reduced = self.reduction.finish(failure is not None)
                 if reduced.error is not None:
                     failure = step.failure(reduced.error)
                 votes = Votes.counted(reduced.sums, self._ranks, reduced.missed)
                 if failure is not None and not votes.failed:
                     raise reduced.error or RuntimeError(failure.message)  # the others do not know of it
                 step.enter(TOOLKIT)
-                return self._seen(order, loss, votes, reduced, ballot, norms, failure)
+                return self._seen(order, loss, votes, reduced, compared, norms, failure)
         except BaseException as error:
             # Either the ranks came apart already, or this one cannot take part: then no rank may wait for it.
             failure = failure or step.failure(error)
             self.watch.ask()
             here().leave(f"{REDUCTION} of a step")
-            self._reduction.forget()
-            return Votes.of_one_that_left(), failure
+            self.reduction.forget()
+            return Votes(failed=True, leave=True), failure
 
     def _seen(
         self,
@@ -155,15 +118,15 @@ class Voting:
         loss: Tensor | None,
         votes: Votes,
         reduced: Reduced,
-        ballot: Ballot,
+        compared: bool,
         norms: GradientNorms | None,
         failure: Failure | None,
     ) -> tuple[Votes, Failure | None]:
         """Return what follows from the votes, and this rank's failure if it has one."""
-        average = None if votes.failed else self._reduction.average_square()
+        average = None if votes.failed else self.reduction.average_square()
         self._partial = reduced.partial
         self.squares = None if average is None else (reduced.square, average)
-        if ballot.digest is not None and not (votes.compare or votes.differ or votes.failed):
+        if compared and not (votes.compare or votes.differ or votes.failed):
             self.watch.agreed(order.step)
         if votes.nonfinite and failure is None and loss is not None:
             bad_loss = None if loss.isfinite() else nonfinite_loss(self._rank, loss)
@@ -192,20 +155,20 @@ class Voting:
         """Return what has scaled gradients; the loss is without its scale."""
         return self._live.scaler if self._live.settings.precision == "fp16" else None
 
-    def agree_anew(self, votes: Votes, step: Step) -> Failure | None:
+    def agree_anew(self, votes: Votes, step: Stepper) -> Failure | None:
         """Return what all ranks do before they take a step again, because they would not have stayed the same in it."""
         try:
             with self._device.exempt():
                 if votes.compare:
                     self.watch.ask()
                 if votes.torn:
-                    self._reduction.wait_for_backward()
+                    self.reduction.wait_for_backward()
                 if votes.missed:
-                    self._reduction.regroup()
+                    self.reduction.regroup()
                 if votes.relisted:
                     self._live.relist()
-                    self._reduction.remove()
-                    self._reduction = self._reduce_all()
+                    self.reduction.remove()
+                    self.reduction = self._reduce_all()
                 if votes.differ and (message := self.watch.examine()):
                     return Failure(self._rank, "diverged", "reduction", message)
         except BaseException as error:  # a rank that left here would keep the others waiting in the next try
@@ -214,7 +177,7 @@ class Voting:
 
     def counted(self) -> None:
         """The step counts."""
-        self.had.note(*self._reduction.gradients)
+        self.had.note(*self.reduction.gradients)
 
     def newly_partial(self) -> tuple[str, ...]:
         """Return a sentence on weights that got a gradient on some ranks only, if it was not said before."""
@@ -227,23 +190,15 @@ class Voting:
         which = ", ".join(names[:_PARTIAL_NAMED]) + more
         return (f"{which}: some ranks had no gradient, which counts as zero in the {self._config.reduction}",)
 
-    def forget(self) -> None:
-        """Let go of what was sent: nothing will come back."""
-        self._reduction.forget()
-
-    def close(self) -> None:
-        """Take the hooks off the weights again."""
-        self._reduction.remove()
-
-    def _ballot(
-        self, order: StepOrder, loss: Tensor | None, failure: Failure | None, step: Step
-    ) -> tuple[Ballot, GradientNorms | None, Failure | None]:
-        """Return what this rank votes for; what goes wrong in asking fails the step."""
+    def _write_ballot(
+        self, order: StepOrder, loss: Tensor | None, failure: Failure | None, step: Stepper
+    ) -> tuple[bool, GradientNorms | None, Failure | None]:
+        """Vote; what goes wrong in asking fails the step. Returns whether this rank's weights are compared."""
         nonfinite, digest, norms = None, None, None
         careful = True
         try:
             if loss is not None:
-                self._reduction.measure_rest()
+                self.reduction.measure_rest()
                 norms = GradientNorms(self._live.parameters)
                 nonfinite = norms.nonfinite(loss, self._scaler)
                 digest = self.watch.digest() if self._compares(order) else None
@@ -251,10 +206,10 @@ class Voting:
         except BaseException as error:
             failure = failure or step.failure(error)
         left = signals.nudged_since(order.nudges)
-        torn, relisted = self._reduction.torn, self._live.relisted()
-        ballot = Ballot(failure is not None, left, careful, torn, relisted, nonfinite, digest)
-        ballot.write(self._reduction.ballot)
-        return ballot, norms, failure
+        torn, relisted = self.reduction.torn, self._live.relisted()
+        flags = failure is not None, left, careful, torn, relisted
+        write_ballot(self.reduction.ballot, flags, nonfinite, digest)
+        return digest is not None, norms, failure
 
     def _compares(self, order: StepOrder) -> bool:
         """Return whether the ranks' weights are compared in this step; not in trials, of which questions take many."""

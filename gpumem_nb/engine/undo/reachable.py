@@ -9,8 +9,10 @@ import random
 import sys
 import sysconfig
 from collections import UserDict, UserList, deque
-from collections.abc import Iterable, Iterator, Mapping
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import is_
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from ...internals.torch_internals import (
     made_anew,
     weights_by_name,
 )
-from .changing import SMALL_BYTES
+from .changing import SMALL_BYTES, Key
 
 CONTAINERS = (dict, list, set, deque)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -39,166 +41,268 @@ class _Missing:
 
 
 _MISSING = _Missing()
-_VALUES = (bool, int, float, complex, str, bytes, tuple, frozenset, range, slice, type(None), Tensor, nn.Parameter)
+_VALUES = (bool, int, float, complex, str, bytes, frozenset, range, slice, type(None))
 _THINGS = (_Missing, type, ModuleType, BuiltinFunctionType, torch.Size, torch.dtype, torch.device, torch.layout)
-PLAIN = frozenset({*_VALUES, *_THINGS})
-"""Types of values that may be bound to a name without more being looked for: they are bound anew, not changed."""
-_SIMPLE = PLAIN - {tuple}
+SCALARS = frozenset({*_VALUES, *_THINGS, *np.sctypeDict.values()})
+"""Types of values in which there is nothing to look for: they are bound anew, not changed."""
+PLAIN = SCALARS | {Tensor, nn.Parameter}
+_COUNTED = (bool, int, float, type(None), Tensor)
 
 _OTHERS_CARE = (Optimizer, LRScheduler, Dataset, DataLoader, random.SystemRandom)
-_DEPTH = 4  # from a hook to its object, to a dict in it, to an object in that, to a list in that
+_DEPTH, _OBJECT, _CONTAINER = 12, 4, 2  # so three objects deep, or six containers
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 _CLOSED = frozenset({"torch", "numpy", "horovod", "IPython", "ipykernel", "gpumem_nb"}) | sys.stdlib_module_names
+_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
+GONE = (LookupError, ValueError, AttributeError)
+"""Raised when a place is not there any more."""
+
+
+class Holding:
+    """Stands for a value that is held in another form."""
+
+    __slots__ = ()
+
+    def get(self) -> Any:
+        """Give the value."""
+        raise NotImplementedError
+
+
+class Names:
+    """Some names of a mapping; of a ``whole`` one others that come are dropped, but for those that are ``left``."""
+
+    def __init__(self, mapping: Any, names: Iterable[str], of: int, left: frozenset[str] | None = None) -> None:
+        self.names, self.key = tuple(names), (of, "")
+        self._mapping, self._left = mapping, left
+        self._size = 0 if left is None else len(mapping)
+
+    def read(self) -> tuple[Any, ...]:
+        """Return what the names are bound to; raise one of ``GONE`` if there are others."""
+        if self._left is not None and len(self._mapping) != self._size:
+            raise KeyError
+        return tuple(map(self._mapping.__getitem__, self.names))
+
+    def put_back(self, values: tuple[Any, ...]) -> Iterator[Callable[[], Any]]:
+        """Yield what binds them as they were, one after the other."""
+        try:
+            if all(map(is_, self.read(), values)):
+                return
+        except GONE:
+            pass
+        for name, value in zip(self.names, values, strict=True):
+            if not self._is_bound(name, value):
+                yield partial(self._bind, name, value)
+        if self._left is not None:
+            new = self._mapping.keys() - set(self.names) - self._left
+            yield from (partial(self._mapping.pop, name) for name in new)
+
+    def _is_bound(self, name: str, value: Any) -> bool:
+        try:
+            return self._mapping[name] is value
+        except GONE:
+            return False
+
+    def _bind(self, name: str, value: Any) -> None:
+        self._mapping[name] = given(value)
+
+
+class Items:
+    """What one container holds; ``names`` of its elements are their places."""
+
+    names: Iterable[Any] = range(sys.maxsize)
+
+    def __init__(self, container: Any, key: Key) -> None:
+        self.key, self._container = key, container
+
+    def read(self) -> Any:
+        """Return a copy of it, as a dict or a list."""
+        return dict(self._container) if isinstance(self._container, dict) else list(self._container)
+
+    def put_back(self, items: Any) -> Iterator[Callable[[], Any]]:
+        """Yield what fills it as it was, if it is not."""
+        yield partial(self._fill, items)
+
+    def _fill(self, items: Any) -> None:
+        now = self.read()
+        if isinstance(self._container, set):
+            same = self._container == set(items)
+        else:
+            same = len(now) == len(items) and all(map(is_, _flat(now), _flat(items)))
+        if same:
+            return
+        self._container.clear()
+        if isinstance(items, dict):
+            for key, value in items.items():
+                self._container[key] = given(value)
+        elif isinstance(self._container, set):
+            self._container.update(map(given, items))
+        else:
+            self._container.extend(map(given, items))
 
 
 class Reachable:
-    """The objects found from ``roots``: modules with all that is below them, functions, and any other objects.
+    """The objects found from ``roots``: modules with all that is below them, functions, optimizers, any other objects.
 
     Attributes:
-        places: a mapping and a name in it, for each value that may be bound anew.
-        wholes: mappings of which every name counts, with the names that they have.
-        buffers: the dicts in which modules keep their buffers.
-        weights: those in which they keep their parameters.
-        children: those in which modules keep each other.
-        hooks: those in which modules keep their hooks.
-        containers: those that are reached otherwise than through a place, such as defaults of functions.
+        places: where values may be bound anew, or be added.
+        buffers, weights: the dicts in which modules keep those.
+        links: those in which modules keep each other and their hooks.
         generators: of random numbers, outside the global ones.
         arrays: NumPy's, of those that are small.
-        followed: by the index of its place, a value in which more was found.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        self.places: list[tuple[Any, str]] = []
-        self.wholes: list[tuple[dict[str, Any], frozenset[str]]] = []
+        self.places: list[Names | Items] = []
         self.buffers: list[dict[str, Tensor | None]] = []
         self.weights: list[dict[str, Tensor | None]] = []
-        self.children: list[dict[str, nn.Module | None]] = []
-        self.hooks: list[dict[int, Any]] = []
-        self.containers: list[Any] = []
+        self.links: list[dict[Any, Any]] = []
         self.generators: list[Any] = []
         self.arrays: list[Any] = []
-        self.followed: list[tuple[int, Any]] = []
         self._seen: dict[Any, Any] = {}  # with the things themselves: an id says something only while they live
         for root in roots:
-            self._class(root) if isinstance(root, type) else self._follow(root, _DEPTH)
+            if isinstance(root, type):
+                self._class(root)
+            elif isinstance(root, Optimizer):
+                self._optimizer(root)
+            else:
+                self._follow(root, _DEPTH, (id(root), ""))
+        self._seen.clear()
 
-    def _follow(self, value: Any, depth: int) -> bool:
-        """Look into one value; whether it is one in which there may be something."""
-        if type(value) in _SIMPLE or id(value) in self._seen or depth == 0 or isinstance(value, _OTHERS_CARE):
-            return False
+    def _follow(self, value: Any, depth: int, key: Key) -> None:
+        """Look into one value, which is bound or lies where ``key`` says."""
+        if type(value) in PLAIN or id(value) in self._seen or depth <= 0 or isinstance(value, _OTHERS_CARE):
+            return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
             self._module(value, depth)
         elif isinstance(value, CONTAINERS):
-            self._elements(value, depth)
+            self.places.append(Items(value, key))
+            self._elements(value, depth - _CONTAINER, key)
         elif isinstance(value, tuple):
-            self._elements(value, depth + 1)  # which costs no step on the way
-            return False
+            self._elements(value, depth, key)
         elif isinstance(value, GENERATORS):
             self.generators.append(value)
         elif isinstance(value, np.ndarray):
             self.arrays += [value] if value.nbytes <= SMALL_BYTES else []
-            return False
-        elif isinstance(value, FunctionType):
-            self._function(value, depth)
-        elif isinstance(value, MethodType):
-            self._follow(value.__func__, depth)
-            self._follow(value.__self__, depth)
-        elif isinstance(value, functools.partial):
-            self._elements([value.func, *value.args, *value.keywords.values()], depth)
-        elif _is_open(type(value)):
-            self._object(value, depth)
         else:
-            return False
-        return True
+            self._object(value, depth, key)
 
-    def _object(self, thing: Any, depth: int) -> None:
-        self._class(type(thing))
-        if isinstance(names := getattr(thing, "__dict__", None), dict):
-            self._whole(names, names, depth)
-        for name in _slots(type(thing)):
-            self._place(_Attributes(thing), name, depth)
+    def _object(self, value: Any, depth: int, key: Key) -> None:
+        if isinstance(value, FunctionType):
+            self._function(value, depth - _CONTAINER)
+        elif isinstance(value, MethodType):
+            self._elements((value.__func__, value.__self__), depth, key)
+        elif isinstance(value, functools.partial):
+            self._elements((value.func, *value.args, *value.keywords.values()), depth, key)
+        elif _is_open(type(value)):
+            self._class(type(value))
+            if isinstance(names := getattr(value, "__dict__", None), dict):
+                self._names(names, names, depth - _OBJECT, id(value), frozenset())
+            self._names(_Attributes(value), _slots(type(value)), depth - _OBJECT, id(value))
 
     def _module(self, top: nn.Module, depth: int) -> None:
-        for module in top.modules():
-            self._seen[id(module)] = module
-            names = vars(module)
+        modules = [one for one in top.modules() if one is top or id(one) not in self._seen]
+        self._seen.update((id(module), module) for module in modules)
+        for module in modules:
+            own_hooks = hooks_of(module)
             self.buffers.append(buffers_by_name(module))
             self.weights.append(weights_by_name(module))
-            self.children.append(children_by_name(module))
-            own_hooks = hooks_of(module)
-            self.hooks.extend(own_hooks)
+            self.links += [children_by_name(module), *own_hooks]
             self._class(type(module))
-            self._whole(names, names.keys() - MODULES_OWN - made_anew(module), depth)
+            left = MODULES_OWN | made_anew(module)
+            names = [name for name in vars(module) if name not in left]
+            self._names(vars(module), names, depth, id(module), left)
             for hooks in own_hooks:
-                self._elements(hooks, depth)
+                self._elements(hooks, depth, (id(hooks), ""))
 
-    def _whole(self, names: dict[str, Any], looked_after: Iterable[str], depth: int) -> None:
-        """All names of a mapping."""
-        self.wholes.append((names, frozenset(names)))
-        for name in looked_after:
-            self._place(names, name, depth)
+    def _optimizer(self, optimizer: Optimizer) -> None:
+        """Look into one that is itself asked about, and into those in it: its state, groups and attributes."""
+        if id(optimizer) in self._seen:
+            return
+        self._seen[id(optimizer)] = optimizer
+        self._class(type(optimizer))
+        names = vars(optimizer)
+        self.places.append(Names(names, names, id(optimizer), frozenset()))
+        for name, value in list(names.items()):
+            if isinstance(value, Optimizer):
+                self._optimizer(value)
+            elif name != "step" and not name.startswith("_optimizer_"):  # which others have put around it
+                self._follow(value, _DEPTH, (id(optimizer), name))
 
-    def _place(self, mapping: Any, name: str, depth: int) -> None:
-        value = mapping[name]
-        index = len(self.places)
-        self.places.append((mapping, name))
-        if self._follow(value, depth - 1) and not isinstance(value, CONTAINERS):
-            self.followed.append((index, value))
+    def _names(
+        self, mapping: Any, names: Iterable[str], depth: int, of: int, left: frozenset[str] | None = None
+    ) -> None:
+        if (found := Names(mapping, names, of, left)).names or left is not None:
+            self.places.append(found)
+            for name in found.names:
+                self._follow(mapping[name], depth, (of, name))
 
-    def _elements(self, container: Any, depth: int) -> None:
-        elements = list(container.values() if isinstance(container, Mapping) else container)
-        if not set(map(type, elements)) <= _SIMPLE:
-            for element in elements:
-                self._follow(element, depth - 1)
-
-    def _loose(self, value: Any, depth: int) -> None:
-        """A value that its owner never binds anew."""
-        if self._follow(value, depth) and isinstance(value, CONTAINERS):
-            self.containers.append(value)
+    def _elements(self, container: Any, depth: int, key: Key) -> None:
+        elements = elements_of(container)
+        if not PLAIN.issuperset(map(type, elements)):
+            for place, element in enumerate(list(elements)):
+                self._follow(element, depth, (key[0], f"{key[1]}.{place}"))
 
     def _function(self, function: FunctionType, depth: int) -> None:
-        """Return what a function remembers: closure, defaults, attributes; if it is the user's, also its globals."""
+        """Look into closure, defaults and attributes of a function; if it is the user's, also into its globals."""
         if _package(function) in _CLOSED and not hasattr(function, "criterion"):  # attach wraps a person's loss
             return
-        for cell in function.__closure__ or ():
-            names = _Cell(cell)
-            if names.filled and id(cell) not in self._seen:
-                self._seen[id(cell)] = cell
-                self._place(names, "cell_contents", depth)
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._loose(default, depth)
+        for cell in map(_Cell, function.__closure__ or ()):
+            if cell.filled and cell.id not in self._seen:
+                self._seen[cell.id] = cell
+                self._names(cell, ("cell_contents",), depth, cell.id)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        self._elements(defaults, depth, (id(function), "defaults"))
         if vars(function):
-            self._whole(vars(function), vars(function), depth)
+            self._names(vars(function), vars(function), depth, id(function), frozenset())
         if function.__code__.co_filename.startswith(_INSTALLED):
             return
-        used = {str(step.argval) for step in dis.get_instructions(function) if step.opname in _OF_GLOBALS}
-        for name in sorted(used & function.__globals__.keys()):
-            if (id(function.__globals__), name) not in self._seen:
-                self._seen[(id(function.__globals__), name)] = None
-                self._place(function.__globals__, name, depth)
+        known = function.__globals__
+        used = (name for name in _globals_used(function.__code__) if name in known)
+        new = [name for name in used if (id(known), name) not in self._seen]
+        self._seen.update(((id(known), name), None) for name in new)
+        self._names(known, new, depth, id(known))
 
     def _class(self, kind: type) -> None:
-        """Return what instances share, such as a counter on the class, and what its forward reaches."""
-        if id(kind) in self._seen or _package(kind) in _CLOSED or not _is_own(kind):
+        """Look into what instances share, such as a counter on the class, and into what its forward reaches."""
+        if id(kind) in self._seen:
             return
         self._seen[id(kind)] = kind
+        if _package(kind) in _CLOSED or not _is_own(kind):
+            return
+        shared = []
         for name, value in list(vars(kind).items()):
             if isinstance(value, FunctionType):
-                self._follow(value, _DEPTH - 1)
+                self._follow(value, _DEPTH - _CONTAINER, (id(kind), name))
             elif not name.startswith("__") and (type(value) in _COUNTED or isinstance(value, CONTAINERS + GENERATORS)):
-                self._place(_Attributes(kind), name, 2)
+                shared.append(name)
+        self._names(_Attributes(kind), shared, _CONTAINER, id(kind))
 
 
-_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
-_COUNTED = (bool, int, float, type(None), Tensor)
+@functools.lru_cache(maxsize=4096)
+def _globals_used(code: CodeType) -> tuple[str, ...]:
+    used = {str(step.argval) for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS}
+    return tuple(sorted(used))
+
+
+def elements_of(container: Any) -> Any:
+    """Return the values of a dict, or what else a container holds."""
+    return container.values() if isinstance(container, dict) else container
+
+
+def _flat(items: Any) -> Any:
+    return (*items, *items.values()) if isinstance(items, dict) else items
+
+
+def given(value: Any) -> Any:
+    """Give the value of which that was held."""
+    return value.get() if isinstance(value, Holding) else value
 
 
 class _Cell:
     """A variable of a closure, as a mapping of one name."""
 
     def __init__(self, cell: CellType) -> None:
-        self._cell = cell
+        self._cell, self.id = cell, id(cell)
 
     @property
     def filled(self) -> bool:

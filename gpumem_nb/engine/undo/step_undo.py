@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,14 +14,12 @@ from torch.optim import Optimizer
 from ...internals.torch_internals import forget_scaler, version
 from ...shared.errors import WorkloadError
 from .. import cells
-from ..copies import Aside, Shelf, host_copy, overwrite, quick_checksum
+from ..copies import Shelf, host_copy, overwrite, quick_checksum
 from ..random_state import RandomState
-from ..step import optimizers
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
 from .python_state import PythonSnapshot, PythonState, each
 from .reachable import Reachable
 
-_PLAIN = (bool, int, float, complex, str, type(None))  # of an optimizer's attributes: a count of its steps, for example
 _LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor a weight, to be copied before it was seen to change
 
 
@@ -160,24 +157,18 @@ class KeptWeights:
         self.missed: list[Tensor] = []
 
     @classmethod
-    def before_forward(
-        cls, trained: Iterable[Tensor], weights: Iterable[Tensor], copy: bool = True, written: Iterable[Tensor] = ()
-    ) -> KeptWeights:
-        """Keep those of all ``weights`` that a forward pass may write, ``written`` ones in any case.
+    def before_forward(cls, trained: Iterable[Tensor], weights: Iterable[Tensor], copy: bool) -> KeptWeights:
+        """Keep those of all ``weights`` that a forward pass may write.
 
         Small ones are copied, and all that is ``trained`` if ``copy`` says so. Some models keep an average of that in
-        weights of the same shapes, and bring it up to date in forward. Others that are large and not trained, such as
-        those below adapters, are only summed up; so are those of the same shapes if they have more bytes than what is
-        trained, as they have where the last block of many is.
+        frozen weights, and bring it up to date in forward: these are copied, unless they have more bytes than what is
+        trained, as those below adapters have. What is not copied is summed up.
         """
         ours = {id(weight): weight for weight in trained}
-        shapes = {weight.shape for weight in ours.values()}
         frozen = [weight for weight in weights if id(weight) not in ours and can_be_filled(weight)]
-        alike = [weight for weight in frozen if weight.shape in shapes and weight.nbytes > SMALL_BYTES]
-        few = sum(weight.nbytes for weight in alike) <= sum(weight.nbytes for weight in ours.values())
-        small = [weight for weight in frozen if weight.nbytes <= SMALL_BYTES]
+        few = sum(weight.nbytes for weight in frozen) <= sum(weight.nbytes for weight in ours.values())
         own = [weight for weight in ours.values() if copy or weight.nbytes <= SMALL_BYTES]
-        copied = list({id(one): one for one in (*own, *small, *(alike if few else ()), *written)}.values())
+        copied = own + [weight for weight in frozen if few or weight.nbytes <= SMALL_BYTES]
         known = set(map(id, copied))
         kept = cls(copied, (weight for weight in (*ours.values(), *frozen) if id(weight) not in known))
         kept.of_trained = len(own) == len(ours)
@@ -256,12 +247,15 @@ class WrittenByForward:
 
 
 class UpdateUndo:
-    """Undoes an update: weights, the optimizer's state, and those of hooks before it; kept in host memory."""
+    """Undoes an update: weights, all that the optimizer keeps, and what hooks before it change; kept in host memory."""
 
     def __init__(self, params: Iterable[Tensor], optimizer: Optimizer, hooks: ForwardUndo | None = None) -> None:
-        self._hooks = hooks
+        self._hooks, self._optimizer = hooks, optimizer
         self._weights = KeptWeights(params)
-        self._state = KeptState(optimizer, release=False)
+        self._kept = PythonState(lambda: (optimizer,)).take()
+        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        tensors = {id(tensor): tensor for _, tensor in self._kept.tensors if id(tensor) not in trained}
+        self._tensors = [(tensor, host_copy(tensor)) for tensor in tensors.values()]
 
     def undo(self) -> None:
         """Put everything back, bit for bit; state that was not there before is dropped.
@@ -269,59 +263,6 @@ class UpdateUndo:
         What one part raises stops no other, and is raised when all are done.
         """
         hooks = (self._hooks.undo,) if self._hooks else ()
-        each((*hooks, self._weights.put_back, self._state.restore, partial(forget_scaler, self._state.optimizer)))
-
-
-class KeptState:
-    """The state of an optimizer in host memory.
-
-    With ``release`` the optimizer gives up its own until :meth:`restore`: it is out of use, but may be wanted back.
-    """
-
-    def __init__(self, optimizer: Optimizer, release: bool) -> None:
-        self.optimizer = optimizer
-        aside = Aside(release)
-        self._state = {param: aside.put(values) for param, values in optimizer.state.items()}
-        in_place = Aside(release=False)  # the groups stay, and so do rates that are tensors
-        self._groups = [
-            {name: in_place.put(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
-        inner = (one for one in vars(optimizer).values() if isinstance(one, Optimizer))
-        self._of = [_Beside(one) for one in (optimizer, *inner)]
-        roots = [root for one in self._of for root in one.roots]
-        self._inside = PythonState(lambda: roots).take()
-        self._tensors = [in_place.put(tensor) for _, tensor in self._inside.tensors if can_be_filled(tensor)]
-        if release:
-            optimizer.state.clear()
-
-    def restore(self) -> None:
-        """Put state and options back."""
-        bind = (one.put_back for one in self._of)
-        each((self._restore_state, *bind, self._inside.put_back, *self._tensors))
-
-    def _restore_state(self) -> None:
-        state = {param: back() for param, back in self._state.items()}
-        groups = [{name: back() for name, back in group.items()} for group in self._groups]
-        optimizers.put_state(self.optimizer, state, groups)
-
-
-class _Beside:
-    """The attributes of one optimizer beside its state and its groups.
-
-    Attributes:
-        roots: from where the rest is reached: what it holds, and its class, which may count for all of its instances.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._all = vars(optimizer)
-        own = optimizers.beside_state(optimizer)
-        self._known = frozenset(self._all)
-        self._own = own | {name: value for name, value in self._all.items() if type(value) in _PLAIN}
-        self.roots: tuple[Any, ...] = (SimpleNamespace(**own), type(optimizer))
-
-    def put_back(self) -> None:
-        """Bind them as they were, and no others."""
-        for name in self._all.keys() - self._known:
-            del self._all[name]
-        self._all.update(self._own)
+        contents = (partial(overwrite, tensor.detach(), content) for tensor, content in self._tensors)
+        scaler = partial(forget_scaler, self._optimizer)
+        each((*hooks, self._weights.put_back, *self._kept.parts(), *contents, scaler))
