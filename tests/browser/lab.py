@@ -58,9 +58,9 @@ class Lab:
         self.folder = Path(tempfile.mkdtemp(prefix="gpumem_nb-lab-"))
         self.root = self.folder / "notebooks"
         self.root.mkdir()
-        settings = self.folder / "jupyter_config_dir/lab/user-settings/@jupyterlab/apputils-extension"
-        settings.mkdir(parents=True)
-        (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
+        self._set("apputils-extension/notification", '{"fetchNews": "false"}')
+        # One that comes while a test saves makes JupyterLab ask whether the file that has changed is to be replaced.
+        self._set("docmanager-extension/plugin", '{"autosave": false}')
         self._token = secrets.token_hex(16)
         self._port = _free_port()
         self.url = f"http://127.0.0.1:{self._port}{BASE_URL}"
@@ -82,6 +82,11 @@ class Lab:
             stderr=subprocess.STDOUT,
             env=self._environment(),
         )
+
+    def _set(self, plugin: str, settings: str) -> None:
+        file = self.folder / f"jupyter_config_dir/lab/user-settings/@jupyterlab/{plugin}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(settings)
 
     def _environment(self) -> dict[str, str]:
         own = {
