@@ -111,6 +111,7 @@ def test_switched_off_it_leaves_what_was_asked_for(session: Session) -> None:
     assert set(frame["bucket_mib"]) == {0.05}
 
 
+@pytest.mark.full
 def test_an_error_of_the_model_is_none_of_the_settings(session: Session) -> None:
     since_s = session.history.now_s()
     session.set(autotune="on")

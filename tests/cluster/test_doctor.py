@@ -55,7 +55,7 @@ MORE_IS_ASKED = ("a fat fusion buffer", "a leak")
 """Plants with a test of their own, which goes on from what was found."""
 
 
-@pytest.mark.parametrize("name", first_tier((name for name in PLANTS if name not in MORE_IS_ASKED), every(4)))
+@pytest.mark.parametrize("name", first_tier((name for name in PLANTS if name not in MORE_IS_ASKED), every(7)))
 def test_what_is_planted_is_found_first(patient: Session, name: str) -> None:
     found_first(patient, PLANTS[name])
 

@@ -59,6 +59,7 @@ def test_what_is_loaded_does_not_begin_with_the_memory_of_what_was_there_before(
     assert session.run(RESERVED) == about(small)
 
 
+@pytest.mark.full
 def test_out_of_memory_from_the_first_step_stops_with_advice(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "digits-resnet", width=64, depth=6, resolution=16)
     with pytest.raises(TrainingFailed, match=r"ran out of memory .*Tried to allocate") as caught:
@@ -68,6 +69,7 @@ def test_out_of_memory_from_the_first_step_stops_with_advice(two_ranks: Session,
     assert session.train(1).steps == 1
 
 
+@pytest.mark.full
 def test_out_of_memory_on_one_rank_is_survived_by_all(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.train(2)

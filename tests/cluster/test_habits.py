@@ -170,6 +170,7 @@ def test_cells_find_no_variables_of_the_launcher(two_ranks: Session, fresh: Call
     fresh(two_ranks).train(2)
 
 
+@pytest.mark.full
 def test_transformers_and_accelerate_take_a_rank_for_a_plain_process(two_ranks: Session) -> None:
     assert (
         two_ranks.run(

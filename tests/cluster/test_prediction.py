@@ -109,6 +109,7 @@ def test_throughput_is_that_of_steps_which_are_waited_for(own: Session, knobs: d
     assert foreseen.low_samples_per_s < foreseen.samples_per_s < foreseen.high_samples_per_s  # type: ignore[operator]
 
 
+@pytest.mark.full
 def test_peaks_by_batch_are_those_of_predictions(own: Session) -> None:
     peaks = own.peaks_by_batch(checkpointing="blocks")
     assert list(peaks) == [2, 4, 8, 16, 32, 64]
@@ -272,6 +273,7 @@ class Dying:
 """
 
 
+@pytest.mark.full
 def test_what_may_go_well_the_next_time_is_told_from_what_will_not(own: Session) -> None:
     own.run("def interrupted(outputs, targets):\n    raise KeyboardInterrupt")
     own.attach(model="mixed", loss="interrupted", data="images")
@@ -326,6 +328,7 @@ def test_predictions_are_held_against_what_came(own: Session) -> None:
     assert f"of {known + 1} verdicts right" in str(session.score())
 
 
+@pytest.mark.full
 def test_a_prediction_counts_for_the_model_that_it_was_made_of_and_no_other(own: Session) -> None:
     known = len(own.score().scored)
     own.predict(batch_size=16)

@@ -305,6 +305,7 @@ def test_stop_changes_no_setting(two_ranks: Session, fresh: Callable[..., Sessio
     assert session.settings.batch_size == 128
 
 
+@pytest.mark.full
 def test_what_would_have_fit_really_fits(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.train(1)

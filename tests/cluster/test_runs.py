@@ -137,6 +137,7 @@ def test_a_configuration_that_was_predicted_says_so(session: Session) -> None:
     assert row.foretold.error == pytest.approx(0, abs=0.02)
 
 
+@pytest.mark.full
 def test_runs_outlive_a_restart_and_are_saved_with_the_state(session: Session, tmp_path: Path) -> None:
     session.train(6)
     session.set(batch_size=8)

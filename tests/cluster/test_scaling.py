@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -120,17 +121,15 @@ def test_on_a_slow_network_large_messages_are_left_out(session: Session, monkeyp
     assert "were left out: they would take seconds each" in str(report)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "steps", "said"),
-    [
+def test_what_cannot_be_measured_gets_a_sentence(session: Session) -> None:
+    cases: list[tuple[Any, Any, str]] = [
         ([1, 5], 8, "5 ranks cannot be measured: write numbers from 1 to 4"),
         ([0], 8, "0 ranks cannot"),
         ([], 8, "No number of ranks"),
         ("1,2", 8, r"such as \[1, 2\]"),
         (None, 1, "1 steps cannot be measured"),
         (None, 2.5, "2.5 steps cannot"),
-    ],
-)
-def test_what_cannot_be_measured_gets_a_sentence(session: Session, ranks: object, steps: object, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        session.scaling(ranks, steps)  # type: ignore[arg-type]
+    ]
+    for ranks, steps, said in cases:
+        with pytest.raises(InvalidInput, match=said):
+            session.scaling(ranks, steps)

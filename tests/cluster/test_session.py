@@ -162,6 +162,7 @@ own = torch.optim.SGD(net.parameters(), lr=0.25)
     session.set(clip_norm="none")
 
 
+@pytest.mark.full
 def test_attach_a_transformers_model_made_from_a_config(two_ranks: Session) -> None:
     two_ranks.run(
         """

@@ -152,6 +152,7 @@ def test_all_ranks_lie_on_one_clock_in_one_file(
         assert len(inside) == 1, "once both had sent them, and before rank 0 noticed that they had arrived"
 
 
+@pytest.mark.full
 def test_steps_are_those_without_a_trace_and_nothing_stays_on(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
@@ -242,6 +243,7 @@ def test_a_file_that_cannot_be_written_is_said_before_a_step(
     assert [path.name for path in tmp_path.iterdir()] == ["demo.ipynb"]
 
 
+@pytest.mark.full
 def test_what_cannot_be_traced_is_said(own: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for steps in (0, -1, 101, True, 1.5):
         with pytest.raises(InvalidInput, match="whole number from 1 to 100"):
