@@ -146,6 +146,7 @@ class Relations:
         }
         self._defined = self.bound - changing - self.imported - {n for p in parts if not p.statements for n in p.binds}
         self._fixed = self.imported | self._defined | OFFERED | BUILTIN | NOTEBOOK
+        self._let_go_of_holders([one for one in statements if one.defines])
         self._meant = {name: what for one in statements if one.imports for name, what in imported_in(one.text)}
         self._package = {name: what.partition(".")[0] for name, what in self._meant.items()}
         used = {name for one in statements for name in one.reads | one.late | one.binds_late}
@@ -159,13 +160,25 @@ class Relations:
                 self._others[name] |= one.parts_of & self._defined
         self._definitions: dict[str, list[Statement]] = defaultdict(list)
         for one in statements:
-            for name in one.binds if one.late or one.effects_late or one.sets_late else ():
+            for name in one.binds if one.defines or one.late or one.effects_late or one.sets_late else ():
                 self._definitions[name].append(one)
         self._reached = [self._reach(part) for part in parts]
         self._parent: dict[_Version, _Version] = {}
         self._before: list[dict[str, int]] = []
         self._after: list[dict[str, int]] = []
         self._relate()
+
+    def _let_go_of_holders(self, definitions: Sequence[Statement]) -> None:
+        """Count functions and classes that hold other objects, as defaults or attributes, among what changes."""
+        self._holders = frozenset[str]()
+        while True:
+            holding = [one for one in definitions if not one.reads <= self._fixed | one.adds_to]
+            holders = {name for one in holding for name in one.binds}
+            if holders <= self._holders:
+                return
+            self._holders |= holders
+            self._defined -= self._holders
+            self._fixed -= self._holders
 
     def touches(self, place: int, live: Collection[str]) -> bool:
         """Return whether a part uses something that may be part of what is needed after it."""
@@ -240,7 +253,7 @@ class Relations:
                 found.sets |= one.sets_late
                 found.effects |= one.effects_late
                 found.reaches |= one.reaches
-                waiting.extend(one.late)
+                waiting.extend(one.late | one.adds_to)
         return found
 
     def _stands(self, name: str) -> bool:
@@ -263,7 +276,7 @@ class Relations:
             for name in part.fresh:
                 now[name] = now.get(name, 0) + 1
             self._after.append(dict(now))
-            if part.acts and not part.looks:
+            if (part.acts and not part.looks) or not part.binds.isdisjoint(self._holders):
                 same = [*self._nodes(place)]
                 for one in same[1:]:
                     self._parent[self._find(one)] = self._find(same[0])

@@ -142,3 +142,27 @@ def test_a_script_makes_what_the_notebook_had(
         torch.set_default_dtype(torch.float32)
     assert looked_at(here["net"]) == looked_at(there["net"])
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ("def freeze(part=net): part.append(1)", "freeze()"),
+        ("def freeze(*, part=[net]): part[0].append(1)", "freeze()"),
+        ("def freeze(part=net): part.append(1)", "def all_of(do=freeze): do()", "all_of()"),
+        ("def freeze(part=net): part.append(1)", "ways = [freeze]", "ways[0]()"),
+        ("rows = [1]", "net.append(rows)", "def grow(part=rows): part.append(2)", "rows = [3]", "grow()"),
+        ("class Kept: part = net", "Kept().part.append(1)"),
+        ("class Kept: part = net", "class More(Kept):\n    def grow(self): self.part.append(1)", "More().grow()"),
+        ("class Base:\n    def grow(self): net.append(1)", "class More(Base): pass", "More().grow()"),
+        ("class Meta(type):\n    def __call__(cls): net.append(1)", "class A(metaclass=Meta): pass", "A()"),
+    ],
+)
+def test_what_definitions_hold_and_inherit_changes_by_way_of_their_names(cells: tuple[str, ...]) -> None:
+    whole = ("net = [5]", *cells)
+    there: dict[str, Any] = {}
+    here: dict[str, Any] = {}
+    exec("\n".join(whole), there)
+    exec(selected([Cell(one) for one in whole], ["net"], 0, forgotten=False).definitions, here)
+    assert here["net"] == there["net"]
+    assert here["net"] != [5]

@@ -203,11 +203,6 @@ class Diagnosis:
     came: str = ""
 
     @property
-    def healthy(self) -> bool:
-        """Return whether nothing was found."""
-        return not self.findings
-
-    @property
     def headline(self) -> str:
         """Return how much was found, in words."""
         count = len(self.findings)
