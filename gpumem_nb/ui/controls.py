@@ -188,15 +188,7 @@ _LOOK_EVERY_S = 2.0  # a sentence whose numbers change more often cannot be read
 
 
 class BottleneckLine:
-    """A line of the panel; empty while there is nothing to say.
-
-    Attributes:
-        widget: the sentence and the button.
-
-    Args:
-        session: whose steps are judged.
-        ask: runs an action, and shows why where it is refused.
-    """
+    """A line of the panel, :attr:`widget`: a sentence and a button; empty while there is nothing to say."""
 
     def __init__(self, session: Session, ask: Ask) -> None:
         self._session = session

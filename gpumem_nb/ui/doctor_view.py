@@ -40,14 +40,11 @@ class _Card:
 class DiagnosisView:
     """A diagnosis to look at and to act on; shown by being displayed, or by :attr:`view` as part of something else.
 
-    Attributes:
-        view: the widget.
-
     Args:
         session: whose it is.
         diagnosis: what was found.
-        ask: has something done away from the page's own thread; without one, a thread does it and then watches what
-            comes of it. The caller that gives one calls :meth:`follow` now and then.
+        ask: has something done; without one, a thread does it and then watches what comes of it. The caller that gives
+            one calls :meth:`follow` now and then.
     """
 
     def __init__(self, session: Session, diagnosis: Diagnosis, ask: Ask | None = None) -> None:

@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 class ApplyView:
     """The best settings to apply, which there must be; shown by being displayed, or by :attr:`view` as part of more.
 
-    Attributes:
-        view: the widget.
-
     Args:
         result: what was found; ``typed`` of it is not empty.
-        ask: has something done away from the page's own thread; without one, a thread does it.
+        ask: has something done; without one, a thread does it.
     """
 
     def __init__(self, result: TuneResult, ask: Ask | None = None) -> None:

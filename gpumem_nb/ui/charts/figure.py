@@ -41,12 +41,7 @@ class _Placed:
 
 
 class Assembly:
-    """The charts that are in the table now, each with its place and its axes.
-
-    Args:
-        ranks: whose.
-        scale: how many times as large text and charts are.
-    """
+    """The charts that are in the table now, each with its place and its axes; ``scale``: how many times as large."""
 
     def __init__(self, ranks: Sequence[RankInfo], scale: float = 1.0) -> None:
         self._placed = _place(table.CHARTS, View.before(ranks))
@@ -164,16 +159,7 @@ class Assembly:
 
 
 class Charts:
-    """The live figure of some ranks.
-
-    Attributes:
-        figure: the widget to show.
-        css: the style sheet that goes with it.
-
-    Args:
-        ranks: whose.
-        scale: how many times as large text and charts are.
-    """
+    """The live figure of some ranks: a widget, and the CSS that goes with it."""
 
     def __init__(self, ranks: Sequence[RankInfo], scale: float = 1.0) -> None:
         self._assembly = Assembly(ranks, scale)

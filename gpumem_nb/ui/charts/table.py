@@ -17,9 +17,8 @@ through every chart over steps, without its doing.
 from __future__ import annotations
 
 from .chart import Chart
-from .peak_of_steps import PEAK_OF_STEPS
+from .memory import PEAK_OF_STEPS, VRAM
 from .steps import LOSS, SPEED, STEP_TIME
-from .vram import VRAM
 
 CHARTS: list[Chart] = [
     VRAM,

@@ -1,4 +1,8 @@
-"""The categories of each rank's VRAM at its latest known peak; other readings around and across the stack."""
+"""Charts of memory: each rank's VRAM at its latest known peak, and the peak of each step.
+
+Of the first other readings stand around and across the stack; in the second there are bands of the worst rank's
+categories, and the highest and lowest rank's peaks as lines.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,18 @@ from ...shared.categories import CATEGORIES
 from ...shared.units import format_bytes
 from ..series import Array, Peak, shown
 from ..style import GREY, LOOKS, UNKNOWN, VERMILION
-from .chart import Axes, Chart, Drawn, Place
+from .chart import Axes, Chart, Drawn, Place, straight_line
 from .view import View
 
 _READINGS = ("live_bytes", "device_used_bytes", "limit_bytes")  # in the order of their traces, after reserved bytes
 
 
-def _title(view: View) -> str:
+def _vram_title(view: View) -> str:
     # Memory that is accounted, not a GPU's, says so.
     return f"VRAM peak, {view.unit}{' (virtual)' if view.virtual else ''}"
 
 
-def _traces(view: View, axes: Axes) -> list[Any]:
+def _vram_traces(view: View, axes: Axes) -> list[Any]:
     """Return the categories' shares of the ranks' peaks, peaks that were not recorded, and other readings."""
     looks = LOOKS | {"categories not known yet": UNKNOWN}
     stacks = [
@@ -51,7 +55,7 @@ def _traces(view: View, axes: Axes) -> list[Any]:
     ]
 
 
-def _draw(view: View, axes: Axes) -> Drawn:
+def _draw_vram(view: View, axes: Axes) -> Drawn:
     bars = shown(view.peaks)
     stacks = [[_part(peak, name) for peak in bars.values()] for name in (*CATEGORIES, None)]
     reserved: list[int | None] = [peak.reserved for peak in bars.values()]
@@ -84,10 +88,71 @@ def _far_limits(view: View, axes: Axes) -> list[dict[str, Any]]:
 
 
 VRAM = Chart(
-    title=_title,
+    title=_vram_title,
     place=Place(row=0, column=0, rows=2),
-    traces=_traces,
-    draw=_draw,
+    traces=_vram_traces,
+    draw=_draw_vram,
     over_steps=False,
     second_y=True,
+)
+
+
+def _peak_title(view: View) -> str:
+    return f"Peak of each step, {view.unit}, rank {view.worst.rank if view.worst else 0}"
+
+
+def _peak_traces(view: View, _: Axes) -> list[Any]:
+    # The categories of a recorded step hold until the next recorded one.
+    bands = [
+        go.Scatter(
+            name=name,
+            stackgroup="peak",
+            mode="lines",
+            line={"shape": "hv", "width": 0, "color": look.colour},
+            fillcolor=look.colour,
+            fillpattern=look.filling if look.pattern else None,
+            hovertemplate="step %{x}: %{y:.1f}",
+        )
+        for name, look in LOOKS.items()
+    ]
+    # Thin, and distinguished by their dashes only: the colours are those of the categories.
+    lines = [
+        go.Scatter(
+            name=name,
+            mode="lines",
+            line={"color": GREY, "dash": dash, "width": 1.5, "shape": "hv"},
+            hovertemplate="step %{x}: %{y:.1f}",
+        )
+        for name, dash in (("highest rank", "solid"), ("lowest rank", "dot"))
+    ]
+    too_high = go.Scatter(
+        name="out of memory",
+        mode="markers",
+        marker={"symbol": "x", "size": 11, "color": VERMILION, "line": {"width": 1, "color": "white"}},
+        hovertemplate="step %{x}: needed at least %{y:.1f}",
+    )
+    return [*bands, *lines, too_high]
+
+
+def _draw_peaks(view: View, axes: Axes) -> Drawn:
+    bands = [(view.bands.step, band) for band in view.bands.live / view.unit_bytes]
+    lines = [(view.series.step, line / view.unit_bytes) for line in (view.highest_peaks, view.lowest_peaks)]
+    attempts = ([one.step for one in view.attempts], [one.bytes / view.unit_bytes for one in view.attempts])
+    # In the bars' chart each bar has its own limit.
+    limits = [
+        straight_line(f"{axes.x} domain", (0, 1), axes.y, (limit / view.unit_bytes,) * 2, VERMILION, "solid", 3)
+        for limit in view.limits
+    ]
+    nothing = {"xref": f"{axes.x} domain", "yref": f"{axes.y} domain", "x": 0.5, "y": 0.5, "showarrow": False}
+    notes = [] if view.has_steps else [{"text": "no step yet", **nothing}]
+    return Drawn([*bands, *lines, attempts], view.memory_range, shapes=limits, annotations=notes)
+
+
+PEAK_OF_STEPS = Chart(
+    title=_peak_title,
+    place=Place(row=0, column=1, span=2),
+    traces=_peak_traces,
+    draw=_draw_peaks,
+    names_marks=True,
+    theme_lines=True,
 )
