@@ -236,6 +236,25 @@ def test_numbers_of_marks_cover_no_other_and_those_without_a_place_are_left_out(
     assert len([shape for shape in layout["shapes"] if shape["xref"] == "x2"]) >= 7, "the lines are all there"
 
 
+def test_what_could_not_be_drawn_is_sent_with_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def fails_once(_: Any, points: Any, layout: Any) -> None:
+        sent.append(layout)
+        if len(sent) == 1:
+            raise RuntimeError("half way")
+
+    monkeypatch.setattr(LiveFigure, "plotly_update", fails_once)
+    view = two_ranks()
+    charts = Charts(view.ranks)
+    with pytest.raises(RuntimeError):
+        charts.update(view)
+    charts.update(view)
+    assert sent[0] == sent[1] != {}
+    charts.update(view)
+    assert sent[2] == {}
+
+
 def test_before_anything_was_measured_every_trace_is_there_and_empty() -> None:
     for ranks in (1, 9):
         view = View.before([info(rank) for rank in range(ranks)])

@@ -174,12 +174,12 @@ class Charts:
         """Draw it."""
         x, y, layout = self._assembly.drawn(view)
         changed = {name: value for name, value in layout.items() if self._sent.get(name) != value}
-        self._sent = layout
         if self.figure.acknowledged:
             self._waits_since_s = time.monotonic()
         if "pandas" in sys.modules:
             importlib.import_module("pandas")  # which waits for a thread that is at it: plotly uses it half made
         self.figure.plotly_update({"x": x, "y": y}, changed)
+        self._sent = layout  # by now: what failed is sent with the next update
 
     def look_after(self) -> None:
         """Send all of it again when a page answers for the first time, and when none has answered for long.
