@@ -16,6 +16,6 @@ from tests.tiers import every, first_tier
 pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("case", first_tier(selected(), every(13)), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", first_tier(selected(), every(10)), ids=lambda case: case.name)
 def test_it_trains_as_the_plain_loop_does(two_ranks: Session, case: Case) -> None:
     Comparison(two_ranks).hold(case)
