@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from gpumem_nb import Workload
+from gpumem_nb.cluster import ranks as cluster_ranks
 from gpumem_nb.kernel.loading import ATTACHED
 from gpumem_nb.session import Session
 from gpumem_nb.shared import state_file
@@ -25,7 +26,7 @@ from tests.cluster.test_stalls import IN_C
 from tests.conftest import weights
 from tests.internals import wait_for_steps
 from tests.tiers import every, first_tier
-from tests.timing import HANG_S, in_time, until
+from tests.timing import HANG_S, in_time, slowness, until
 
 pytestmark = pytest.mark.cluster
 STUCK = """
@@ -40,6 +41,12 @@ def loss(model, batch):
         sum(range(10**11))  # minutes, without a look at signals
     return model(batch[0]).square().mean()
 """
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long ranks may take to stop, as it is on an idle machine: on a busy one they need so many times as long."""
+    monkeypatch.setattr(cluster_ranks, "INTERRUPT_TIMEOUT_S", slowness() * cluster_ranks.INTERRUPT_TIMEOUT_S)
 
 
 def stuck(session: Session, kind: str) -> Session:
