@@ -174,9 +174,12 @@ def reading() -> Reading:
 def device_use() -> DeviceUse | None:
     """Return what NVML says of the device right now; takes milliseconds, and chunks send on what it said."""
     global _use
-    _use = None  # should this fail, the next chunk does not send on what was true before
-    _use = opened().use()
-    return _use
+    use = None  # should this fail, the next chunk does not send on what was true before
+    try:
+        use = opened().use()
+    finally:
+        _use = use
+    return use
 
 
 def latest_use() -> DeviceUse | None:

@@ -380,13 +380,14 @@ def _train(make: Callable[[], Workload], seed: int, wanted: set[str], names: dic
         _trainer.close()
         _trainer = None
         _names.withdraw()
+    attached_names.attached({}, namespace())  # which would keep the old one
     gc.collect()
     _device.empty_cache()  # of what the old one needed, or one that could not be built
     workload, stream, held_out = prepared
     _trainer = building.build(workload, stream, _device, _session_started_s, held_out)
-    attached_names.attached(names if _trainer else {}, namespace())
     if _trainer is None:
         return None
+    attached_names.attached(names, namespace())
     if held := [name for name in _offer(_trainer) if name in wanted]:
         surroundings.here.notes.append(taken(held))
     return _trainer.info()

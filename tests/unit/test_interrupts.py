@@ -49,6 +49,14 @@ def test_an_interrupt_waits_for_the_end_of_what_must_not_be_left_half_way() -> N
             press()
 
 
+def test_an_interrupt_at_the_very_end_of_what_can_be_abandoned_leaves_the_next_request_whole() -> None:
+    part = interruptible()
+    part.__enter__()  # and its end is not reached, as when a signal comes in the middle of it
+    with held_back():
+        press()
+    del part
+
+
 def test_what_is_postponed_where_nothing_can_be_abandoned_waits_on() -> None:
     with postponed():
         press()

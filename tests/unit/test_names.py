@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from torch import nn
 
-from gpumem_nb.engine.cells import OfferedNames, taken
+from gpumem_nb.engine import building, rank
+from gpumem_nb.engine.cells import OfferedNames, attached_names, taken
+from gpumem_nb.shared.errors import WorkloadError
 
 
 def test_free_names_are_offered_kept_up_and_taken_away_again() -> None:
@@ -64,3 +68,17 @@ def test_a_name_taken_over_keeps_nothing_alive() -> None:
 
 def test_the_sentence_says_how_to_get_there() -> None:
     assert "After `del model, optimizer` in a %%hvd cell" in taken(["model", "optimizer"])
+
+
+def test_where_the_next_model_cannot_be_built_nothing_stays_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise WorkloadError("The model has no trainable parameters.")
+
+    old, new = nn.Linear(1, 1), nn.Linear(1, 1)
+    attached_names.attached({"model": "net"}, {"net": old})
+    monkeypatch.setattr(rank, "_device", SimpleNamespace(empty_cache=list), raising=False)
+    monkeypatch.setattr(building, "prepare", lambda *_: (None, None, None))
+    monkeypatch.setattr(building, "build", fails)
+    with pytest.raises(WorkloadError):
+        rank.load(b"", 0)
+    assert attached_names.replaced({"net": new}) == "", "nothing is trained, so there is no old model to speak of"

@@ -57,8 +57,8 @@ def postponed() -> Iterator[None]:
 @contextmanager
 def held_back() -> Iterator[None]:
     """Inside, an interrupt waits for the next :func:`interruptible` part; one from before is forgotten."""
-    global _pending
-    _pending = False
+    global _pending, _interruptible
+    _pending = _interruptible = False  # one that came as an interruptible part ended has left it open
     try:
         yield
     finally:
