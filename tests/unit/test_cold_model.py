@@ -228,11 +228,21 @@ class Lazy(nn.Module):
         return self.inside(model(batch[0])).mean()  # type: ignore[no-any-return]
 
 
+def table() -> nn.Module:
+    return nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+
+
+def index_loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[1]), batch[1])
+
+
 def test_what_ranks_refuse_is_refused() -> None:
     with pytest.raises(WorkloadError, match="checkpointing=blocks has no effect: forward calls none of the 3 blocks"):
         predict(workload(CallsForward), checkpointing="blocks")
     with pytest.raises(WorkloadError, match=r"loss\.inside.*belongs to a lazy layer|inside\.weight belongs to a lazy"):
         predict(workload(perceptron, Lazy()))
+    with pytest.raises(WorkloadError, match="clip_norm needs dense gradients"):
+        predict(workload(table, index_loss), optimizer="sgd", clip_norm=1.0)
 
 
 def test_a_registered_knob_is_refused() -> None:

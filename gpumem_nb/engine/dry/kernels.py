@@ -263,7 +263,7 @@ _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 def install_autocast() -> Any:
     """Replace the CPU's rules until the process ends or the result is destroyed."""
     library = torch.library.Library("aten", "IMPL")
-    rules = ((IN_FP32, _in_fp32), (TO_FP32, _to_fp32), (IN_16_BITS, _in_16_bits))
+    rules = ((IN_FP32, _cast_by(_widened)), (TO_FP32, _to_fp32), (IN_16_BITS, _cast_by(_narrowed)))
     for names, rule in rules:
         for name in names:
             operator = _operator(name)
@@ -309,20 +309,15 @@ def _narrowed(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype("cpu")) if tensor.dtype is torch.float32 else tensor
 
 
-def _with(operator: Any, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    def cast(*args: Any, **kwargs: Any) -> Any:
-        with without_autocast_on_cpu():
-            return operator(*_cast(args, change), **{name: _cast(value, change) for name, value in kwargs.items()})
+def _cast_by(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Callable[..., Any]]:
+    def rule(operator: Any) -> Callable[..., Any]:
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            with without_autocast_on_cpu():
+                return operator(*_cast(args, change), **{name: _cast(value, change) for name, value in kwargs.items()})
 
-    return cast
+        return cast
 
-
-def _in_fp32(operator: Any) -> Callable[..., Any]:
-    return _with(operator, _widened)
-
-
-def _in_16_bits(operator: Any) -> Callable[..., Any]:
-    return _with(operator, _narrowed)
+    return rule
 
 
 def _to_fp32(operator: Any) -> Callable[..., Any]:

@@ -196,9 +196,7 @@ class DryStep:
     def _update(self) -> None:
         """Unscaling works in place and clipping takes no more than a number for each weight."""
         self._device.log.on_host = not any(group.get("fused") for group in self._optimizer.param_groups)
-        if self._settings.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._params, self._settings.clip_norm, foreach=True)
-        self._optimizer.step()
+        optimizers.update(self._optimizer, None, self._settings.clip_norm, self._optimizer.step, foreach=True)
         self._device.log.on_host = False
 
     def _stand_in(self, tensor: Tensor) -> Tensor | None:

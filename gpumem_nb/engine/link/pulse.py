@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ...shared import cluster_records
 from ...shared.answers import Pulse, Waiting
@@ -140,13 +140,12 @@ def _unless_it_fails(read: Callable[[], Read]) -> Read | None:
         return None
 
 
-class _Request:
+class _Request(NamedTuple):
     """What the main thread works on: in words (empty for training), since when, and the message that asked for it."""
 
-    def __init__(self, what: str, message: Any) -> None:
-        self.what = what
-        self.message = message
-        self.began_s = time.monotonic()
+    what: str
+    message: Any
+    began_s: float
 
 
 _request: _Request | None = None
@@ -161,7 +160,7 @@ def began_s() -> float:
 def request(what: str, message: Any) -> Iterator[None]:
     """The main thread works on this request; pulses travel beside its answer."""
     global _request
-    _request = _Request(what, message)
+    _request = _Request(what, message, time.monotonic())
     try:
         yield
     finally:

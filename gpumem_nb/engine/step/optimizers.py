@@ -110,7 +110,11 @@ def put_state(optimizer: Optimizer, state: dict[Any, Any], groups: list[dict[str
 
 
 def update(
-    optimizer: Optimizer, scaler: GradScaler | None, clip_norm: float | None, step: Callable[[], Any]
+    optimizer: Optimizer,
+    scaler: GradScaler | None,
+    clip_norm: float | None,
+    step: Callable[[], Any],
+    foreach: bool | None = None,
 ) -> Tensor | None:
     """Unscale, clip, update: in this order, because clipping is about true gradients.
 
@@ -119,6 +123,7 @@ def update(
         scaler: that has scaled the loss, ``None`` for none.
         clip_norm: scale all gradients down together when their 2-norm exceeds this, unless it is ``None``.
         step: does the update.
+        foreach: whether norms are computed together; ``None`` for torch's own choice, which knows no fake tensors.
 
     Returns:
         The loss scale before and after the update, on the device; ``None`` without a scaler.
@@ -134,7 +139,7 @@ def update(
     if clip_norm is not None:
         if any(param.grad is not None and param.grad.is_sparse for param in params):
             raise WorkloadError(_SPARSE)
-        torch.nn.utils.clip_grad_norm_(params, clip_norm)
+        torch.nn.utils.clip_grad_norm_(params, clip_norm, foreach=foreach)
     step()
     if not scaler:
         return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,14 +41,8 @@ class Checked:
 
     def __init__(self, path: Path, trainer: Trainer, device: Device) -> None:
         self.header, stream = state_file.read(path)
-        try:
-            with device.exempt():
-                self._open(path, stream, trainer)
-        except _NOT_A_STATE as error:
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise StateFileError(
-                f"{path} does not hold a training state as %hvd_save writes it ({why}). Use another file."
-            ) from None
+        with device.exempt(), _opening(path):
+            self._open(path, stream, trainer)
 
     def _open(self, path: Path, stream: IO[bytes], trainer: Trainer) -> None:
         """Read everything that :meth:`apply` will ask for."""
@@ -191,12 +186,20 @@ def runs_in(path: Path, device: Device) -> bytes:
         StateFileError: the file cannot be used.
     """
     _, stream = state_file.read(path)
+    with device.exempt(), _opening(path):
+        return _runs_of(from_bytes(stream))
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """Inside, a file is opened that may be something else."""
     try:
-        with device.exempt():
-            return _runs_of(from_bytes(stream))
+        yield
     except _NOT_A_STATE as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise StateFileError(f"{path} does not hold a training state as %hvd_save writes it ({why}).") from None
+        raise StateFileError(
+            f"{path} does not hold a training state as %hvd_save writes it ({why}). Use another file."
+        ) from None
 
 
 def _runs_of(payload: Mapping[str, Any]) -> bytes:
