@@ -12,7 +12,7 @@ from functools import lru_cache
 from ..shared.questions import Cell
 from .imports import PLOTTING, brought_by_all, imported_in
 from .plain import PlainCell, makes_files, plain_cell
-from .statements import BUILTIN, NOTEBOOK, Statement, statement
+from .statements import BUILTIN, LOOKS, NOTEBOOK, Statement, statement
 
 OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
 """What cells find defined when the ranks start."""
@@ -76,7 +76,8 @@ def parts_of(cells: Sequence[Cell]) -> list[Part]:
             deleted = {name for one in parts[-1].statements for name in one.deletes}
             late = {name for one in parts[-1].statements for name in one.binds_late}
             held = (held | parts[-1].binds | late) - deleted
-    return parts
+    own = {name for part in parts for one in part.statements if not one.imports for name in one.binds}
+    return [replace(part, looks=False) for part in parts] if LOOKS & own else parts
 
 
 def _brought(node: ast.stmt) -> Collection[str]:

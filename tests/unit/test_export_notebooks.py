@@ -152,6 +152,7 @@ def test_a_script_makes_what_the_notebook_had(
         ("def freeze(part=net): part.append(1)", "def all_of(do=freeze): do()", "all_of()"),
         ("def freeze(part=net): part.append(1)", "ways = [freeze]", "ways[0]()"),
         ("rows = [1]", "net.append(rows)", "def grow(part=rows): part.append(2)", "rows = [3]", "grow()"),
+        ("print = lambda *_: net.append(1)", "print('a')"),
         ("class Kept: part = net", "Kept().part.append(1)"),
         ("class Kept: part = net", "class More(Kept):\n    def grow(self): self.part.append(1)", "More().grow()"),
         ("class Base:\n    def grow(self): net.append(1)", "class More(Base): pass", "More().grow()"),
