@@ -15,7 +15,7 @@ import pytest
 from ipywidgets.widgets import widget
 
 from gpumem_nb import session as session_module
-from gpumem_nb.cluster.hosts import parsing
+from gpumem_nb.cluster import resources
 from gpumem_nb.cluster.ranks import Ranks
 from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
 from gpumem_nb.planning.prediction import Prediction
@@ -116,7 +116,7 @@ def records_of_this_process() -> list[cluster_records.Record]:
 
 def here_is(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Let this machine have that name."""
-    monkeypatch.setattr(parsing, "_is_here", lambda host: host == name)
+    monkeypatch.setattr(resources, "_is_here", lambda host: host == name)
 
 
 # For kernels of their own, which cannot import tests: expressions for the session of that name.

@@ -16,7 +16,7 @@ from ipyparallel.error import EngineError, RemoteError
 from ..internals.ipyparallel_internals import late_output, published_beside
 from ..shared.answers import Answer, Apart, Pulse, Raised
 from ..shared.errors import ClusterDied, RankError
-from ..shared.ranklist import name_ranks
+from ..shared.units import name_ranks
 from .interrupts import shielded
 
 SLICE_S = 0.1

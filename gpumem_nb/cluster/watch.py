@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..shared.errors import ClusterDied
 from ..shared.processes import STOPPED, Identity
-from ..shared.ranklist import name_ranks
+from ..shared.units import name_ranks
 from . import exit_reason
 from .hosts.connection import SILENCE_S, RemoteHost, RemoteRank, ranks_on
 from .launchers import Launcher

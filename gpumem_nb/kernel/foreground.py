@@ -17,7 +17,7 @@ from ..report import waits
 from ..shared.answers import Progress
 from ..shared.errors import ClusterDied, Interrupted, NoSession, RankError, Stalled, TrainingFailed, WorkloadError
 from ..shared.messages import Surroundings
-from ..shared.ranklist import RankChoice, choose_ranks, name_ranks
+from ..shared.units import RankChoice, choose_ranks, name_ranks
 from .history import History
 from .policy import Policy
 from .training import Training

@@ -18,8 +18,8 @@ from ..report.freed import leak_in_words
 from ..report.rescue import Rescue
 from ..report.run_summary import Evaluation
 from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
-from ..shared.ranklist import name_ranks
 from ..shared.settings import Settings
+from ..shared.units import name_ranks
 
 T = TypeVar("T")
 

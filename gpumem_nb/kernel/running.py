@@ -12,7 +12,7 @@ import cloudpickle
 from ..cluster.calls import Call
 from ..cluster.ranks import Posted
 from ..shared.errors import GpumemError, InvalidInput, WorkloadError
-from ..shared.ranklist import RankChoice, choose_ranks
+from ..shared.units import RankChoice, choose_ranks
 from .cluster import AsksRanks, Cluster
 
 

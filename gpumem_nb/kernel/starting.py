@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cluster import resources
-from ..cluster.hosts.parsing import Host, share_out
 from ..cluster.launchers import LAUNCHERS, Job, Launcher, launcher_named
 from ..cluster.ranks import Ranks
+from ..cluster.resources import Host, share_out
 from ..engine import entry
 from ..shared import cluster_records, processes
 from ..shared.answers import Progress

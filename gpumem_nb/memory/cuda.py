@@ -20,8 +20,8 @@ from ..shared.allocator_settings import in_force
 from ..shared.errors import InvalidInput, SetupError
 from ..shared.messages import DeviceUse, Reading
 from ..shared.readings import METRICS
+from ..shared.state_file import why_kept
 from ..shared.units import format_bytes
-from ..shared.whole_file import why_kept
 from .ledger.events import TensorLog
 from .virtual_gpu.build import build
 

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..shared.categories import CATEGORIES, MEANING
 from ..shared.messages import DeviceUse, Ledger, Span, Timeline
-from ..shared.ranklist import name_ranks
 from ..shared.readings import METRICS, Metric
-from ..shared.units import format_bytes
+from ..shared.units import format_bytes, name_ranks
 from .tables import Table
 
 UNEXPLAINED = "not explained"

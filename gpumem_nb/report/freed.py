@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shared.messages import Freed, Leak, RankInfo
-from ..shared.ranklist import name_ranks
 from ..shared.readings import LiveBytes
-from ..shared.units import format_bytes
+from ..shared.units import format_bytes, name_ranks
 from .tables import Report, Table
 
 

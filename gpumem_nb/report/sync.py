@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shared.questions import SyncLook
-from ..shared.ranklist import name_ranks
+from ..shared.units import name_ranks
 from .tables import Report
 
 _MOST_NAMED = 5  # samples

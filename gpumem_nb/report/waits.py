@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..shared.answers import Apart, Pulse, Waiting
-from ..shared.ranklist import name_ranks
+from ..shared.units import name_ranks
 
 WORTH_A_WORD_S = 2.0
 STALL_S = 1.0  # the shortest limit; ranks that came apart without having waited did not stall

@@ -17,8 +17,8 @@ from typing import IO, Any
 import psutil
 
 from ..shared.errors import InvalidInput
+from ..shared.state_file import Ours, check_no_folder, why_kept, why_not, written_whole
 from ..shared.units import format_bytes
-from ..shared.whole_file import Ours, check_no_folder, why_kept, why_not, written_whole
 from .tables import Report, Table
 
 

@@ -12,7 +12,7 @@ from ..kernel.lifecycle import Lifecycle
 from ..kernel.questions.exporting import Exporting
 from ..report.written import ExportedScript, Snapshots, StateFile
 from ..shared.answers import Progress
-from ..shared.ranklist import RankChoice
+from ..shared.units import RankChoice
 from ..shared.workload import Splits, Workload, WorkloadInfo
 
 

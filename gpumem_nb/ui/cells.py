@@ -16,7 +16,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from ..report.progress_bar import ProgressBar, shown, text_bar
-from ..shared.ranklist import name_ranks
+from ..shared.units import name_ranks
 
 if TYPE_CHECKING:
     from ..cluster.calls import Call

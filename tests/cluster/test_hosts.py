@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import gpumem_nb
-from gpumem_nb.cluster.hosts.parsing import Host, share_out
+from gpumem_nb.cluster.resources import Host, share_out
 from gpumem_nb.shared.errors import InvalidInput
 from tests.cluster.two_hosts import missing, run_on_a, two_hosts
 from tests.internals import here_is

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_nb.shared.whole_file import written_whole
+from gpumem_nb.shared.state_file import written_whole
 
 
 def write(path: Path, text: bytes) -> None:

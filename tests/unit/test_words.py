@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpumem_nb.shared.errors import InvalidInput
-from gpumem_nb.shared.ranklist import choose_ranks, name_ranks, parse_ranks
+from gpumem_nb.shared.units import choose_ranks, name_ranks, parse_ranks
 from gpumem_nb.ui.cells import CellOutput, fold
 
 

@@ -26,7 +26,7 @@ from typing import IO, Any, NamedTuple
 from ...shared.errors import StartError
 from ...shared.processes import Identity, identify
 from ...shared.version import __version__
-from .parsing import Host, own_networks
+from ..resources import Host, own_networks
 from .steward import DISMISSED
 
 SILENCE_S = 2

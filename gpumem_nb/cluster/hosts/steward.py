@@ -26,7 +26,7 @@ import zmq
 from ...shared import cluster_records
 from ...shared.processes import Identity, identify, marked
 from ...shared.version import __version__
-from .parsing import own_networks
+from ..resources import own_networks
 
 PERIOD_S = 0.25
 """Between two reports of the ranks' states."""

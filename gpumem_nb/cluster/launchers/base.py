@@ -25,7 +25,7 @@ from ...shared.errors import StartError
 from ...shared.messages import RankInfo
 from ...shared.processes import STOPPED, Identity, identify
 from ..hosts.connection import RemoteHosts, RemoteRank
-from ..hosts.parsing import Host
+from ..resources import Host
 from . import ipyparallel_cluster
 
 GRACE_S = 1.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...shared.ranklist import name_ranks
+from ...shared.units import name_ranks
 from .. import cells
 from ..copies import checksum
 from ..link.communicator import here, same_everywhere

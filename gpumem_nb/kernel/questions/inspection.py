@@ -13,8 +13,8 @@ from ...report.step_time import TimeReport, aligned
 from ...report.sync import SyncReport
 from ...shared.errors import InvalidInput, WorkloadError
 from ...shared.messages import Ledger, Timeline
-from ...shared.ranklist import name_ranks
 from ...shared.state_file import as_path
+from ...shared.units import name_ranks
 from ..cluster import AsksRanks
 
 

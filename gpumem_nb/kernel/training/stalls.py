@@ -13,7 +13,7 @@ from ...report.waits import WaitReport
 from ...shared.errors import TrainingFailed
 from ...shared.forecast import Forecasts
 from ...shared.messages import ChunkReply, Failure
-from ...shared.ranklist import name_ranks
+from ...shared.units import name_ranks
 from ..history import History
 from .state import TrainingState
 

@@ -16,8 +16,8 @@ from ...shared.answers import Progress
 from ...shared.errors import ClusterDied, GpumemError, InvalidInput, TrainingFailed
 from ...shared.forecast import Forecasts
 from ...shared.messages import Chunk, ChunkReply, Sample
-from ...shared.ranklist import name_ranks
 from ...shared.settings import Settings
+from ...shared.units import name_ranks
 from ...shared.workload import WorkloadInfo
 from .. import compatibility
 from ..history import History

@@ -12,7 +12,7 @@ from ...report.freed import leak_headline
 from ...report.sync import SyncReport
 from ...report.tables import Report, Table
 from ...shared.messages import Leak, RankInfo
-from ...shared.ranklist import name_ranks
+from ...shared.units import name_ranks
 
 PAGE = "docs/troubleshooting.md"
 SIMPLE = "digits-resnet"
