@@ -6,7 +6,7 @@ import copy
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gpumem_nb.engine.replay.checkpointing import SEGMENT_BLOCKS, Checkpointing, find_blocks
 from gpumem_nb.engine.step.trainer import Trainer
-from gpumem_nb.engine.undo.python_state import PythonState
+from gpumem_nb.engine.undo import python_state
+from gpumem_nb.engine.undo.reachable import Reachable
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.messages import Chunk
@@ -205,14 +206,13 @@ def test_a_configuration_that_cannot_be_changed_is_left_alone() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_what_blocks_keep_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[PythonState] = []
-    look = PythonState._look
+    looked: list[Reachable] = []
 
-    def counted(state: PythonState) -> None:
-        looked.append(state)
-        look(state)
+    def counted(roots: Iterable[Any]) -> Reachable:
+        looked.append(Reachable(roots))
+        return looked[-1]
 
-    monkeypatch.setattr(PythonState, "_look", counted)
+    monkeypatch.setattr(python_state, "Reachable", counted)
 
     def network() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(9)))

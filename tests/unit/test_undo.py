@@ -187,6 +187,21 @@ def test_what_is_kept_in_any_way_is_put_back(kind: str) -> None:
     assert changed
 
 
+@pytest.mark.parametrize("steps_before", [0, 1, 2])
+def test_a_container_that_is_bound_anew_between_steps_is_put_back(steps_before: int) -> None:
+    net: Any = Net(lambda net: net.kept["all"].append(1), kept={"all": []})
+    state = ForwardState([net], loss)
+    for _ in range(steps_before):
+        ForwardUndo(state)
+        call(net)
+    net.kept = {"all": []}
+    undo = ForwardUndo(state)
+    call(net)
+    assert net.kept == {"all": [1]}
+    undo.undo()
+    assert net.kept == {"all": []}
+
+
 def test_what_did_not_change_is_not_touched_and_what_raises_stops_nothing_else() -> None:
     def change(net: Any) -> None:
         net.calls += 1

@@ -40,7 +40,9 @@ def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[
         )
     trained = set(map(id, live.parts.parameters()))
     given = as_given(loss)
-    used = [weight for _, weight in PythonState(lambda: (given,)).weights() if weight.requires_grad]
+    state = PythonState(lambda: (given,))
+    state.take()
+    used = [weight for _, weight in state.weights() if weight.requires_grad]
     if strangers := [weight for weight in used if id(weight) not in trained]:
         said.append(
             f"The loss uses weights that nothing trains here ({len(strangers)}, the first of shape "

@@ -32,40 +32,34 @@ class PythonState:
 
     def __init__(self, roots: Callable[[], Iterable[Any]]) -> None:
         self._roots = roots
-        self._latest: tuple[list[Any], list[Any]] | None = None
-        self._look()
+        self.found = Reachable(())
+        self._followed: list[Any] = [None]  # which nothing fits
+        self._linked: list[Any] = []
 
     def take(self, hold: Hold | None = None) -> PythonSnapshot:
         """Note the state as it is now; with ``hold``, of each tensor and tuple what that gives."""
         taken: PythonSnapshot | None = None
         with suppress(*GONE):
             taken = PythonSnapshot(self.found)
-        if taken is None or not self._fits(taken):
-            self._look()
+        if taken is None or not (_same(taken.followed, self._followed) and _same(taken.linked, self._linked)):
+            self.found = Reachable(self._roots())
             taken = PythonSnapshot(self.found)
-        self._latest = taken.followed, taken.linked
+        self._followed, self._linked = taken.followed, taken.linked
         if hold:
             taken.hold(hold)
         return taken
 
     def buffers(self) -> list[tuple[Key, Tensor]]:
-        """Tensors that modules registered as buffers, each once, with the place of one of its names."""
+        """Of the latest look, tensors that modules registered as buffers, each once, with the place of one name."""
         return _each_once(self.found.buffers)
 
     def weights(self) -> list[tuple[Key, Tensor]]:
-        """Return all parameters, each once, with the place of one of its names."""
+        """Return all parameters of the latest look, each once, with the place of one of its names."""
         return _each_once(self.found.weights)
 
     def let_go(self) -> None:
         """Hold nothing until the state is taken again, for which it is looked for anew."""
-        self.found, self._latest = Reachable(()), ([None], [])  # which nothing fits
-
-    def _look(self) -> None:
-        self.found, self._latest = Reachable(self._roots()), None
-
-    def _fits(self, taken: PythonSnapshot) -> bool:
-        """Return whether the places that were found are all that there are."""
-        return self._latest is None or all(map(_same, self._latest, (taken.followed, taken.linked)))
+        self.found, self._followed, self._linked = Reachable(()), [None], []
 
 
 class PythonSnapshot:
