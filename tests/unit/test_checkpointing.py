@@ -300,3 +300,21 @@ def test_a_graph_that_was_made_before_is_run_backward_afterwards() -> None:
 def assert_all_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
+
+
+def test_what_blocks_count_is_told_also_where_they_bind_containers_anew() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls, self.latest = nn.Linear(4, 4), 0, {"features": [0]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.latest = {"features": [0]}
+            return cast(Tensor, self.linear(x)).tanh()
+
+    model = nn.Sequential(Counting(), Counting())
+    checkpointing = Checkpointing(model, list(model), "blocks")
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert "calls" in (checkpointing.changed or [])

@@ -114,16 +114,18 @@ class PythonSnapshot:
         self._buffers = [mapped(named) if named else named for named in self._buffers]
 
     def differing(self, later: PythonSnapshot) -> set[str]:
-        """Names of plain values that are others by then, where the same places are there; a container by its length."""
-        if later._found is not self._found:
-            return set()
-        found = set()
-        for place, old, new in zip(self._found.places, self._contents, later._contents, strict=True):
+        """Return the names of plain values that are others by then; a container is told by its length."""
+        now = later._plain()
+        return {name for (key, name), value in self._plain().items() if now.get((key, name), value) != value}
+
+    def _plain(self) -> dict[tuple[Key, str], Any]:
+        found: dict[tuple[Key, str], Any] = {}
+        for place, content in zip(self._found.places, self._contents, strict=True):
             if isinstance(place, Names):
-                pairs = zip(place.names, old, new, strict=True)
-                found |= {name for name, one, other in pairs if type(one) in _COUNTED and one != other}
-            elif len(old) != len(new):
-                found.add("a container")
+                named = zip(place.names, content, strict=True)
+                found |= {(place.key, name): value for name, value in named if type(value) in _COUNTED}
+            else:
+                found[place.key, "a container"] = len(content)
         return found
 
     def put_back(self) -> None:
