@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from torch import nn
 
+from gpumem_nb.engine.looks import sync_of_own
 from gpumem_nb.engine.step import joining
 from tests.unit.test_joining import Postman, bits
 from tests.unit.test_joining import postman as postman
@@ -38,3 +41,9 @@ def test_ranks_with_other_rates_modes_and_positions_are_made_alike(
         bench.train(3)
     assert bits(second.model) == bits(first.model)
     assert [group["lr"] for group in second.own.param_groups] == [group["lr"] for group in first.own.param_groups]
+
+
+def test_samples_in_arrays_of_objects_are_not_compared_by_their_addresses() -> None:
+    net = nn.Linear(1, 1)
+    assert sync_of_own(net, [np.array([{"a": 1}], dtype=object)]).samples is None
+    assert sync_of_own(net, [np.array([1.0])]).samples == sync_of_own(net, [np.array([1.0])]).samples is not None
