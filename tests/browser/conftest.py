@@ -1,4 +1,4 @@
-"""A browser for the tests of a module, and JupyterLab, which modules share."""
+"""JupyterLab and a browser, for the tests of a module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chrome() -> Iterator[Browser]:
         yield chrome
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with started() as lab:
         yield lab

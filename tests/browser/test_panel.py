@@ -17,7 +17,7 @@ from tests.internals import folders_expression
 from tests.tiers import every, first_tier
 from tests.timing import until
 
-from .lab import TIMEOUT_S, Lab, started
+from .lab import TIMEOUT_S, Lab
 from .layout import expect_tidy, size
 from .panel_page import LOAD_PLOTLY_SLOWLY, SET_DEFAULTS, SHOWN, PanelPage, began, open_panel, tried
 
@@ -33,13 +33,6 @@ while not pathlib.Path("go").exists():
 
 SLOW = "import time; late = model.register_forward_pre_hook(lambda *_: time.sleep(0.1))"
 CELLS = (BUSY_CELL, "%load_ext gpumem_nb\n%hvd_memory --by module --timeline", "s.panel().dock();")
-
-
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    """One that the last test ends."""
-    with started() as lab:
-        yield lab
 
 
 @pytest.fixture(scope="module")
