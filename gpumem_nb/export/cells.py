@@ -194,6 +194,13 @@ class Relations:
         changed = self._defined.intersection(values.union(*(self._others[name] for name in values)))
         return not changed.union(*(one.adds_to for one in statements)).isdisjoint(names)
 
+    def alters(self, place: int, names: Collection[str]) -> bool:
+        """Return whether a part sets, or calls for an effect, what functions and classes of these names have."""
+        statements = self._parts[place].statements
+        roots = {name for one in statements if one.acts for name in (one.sets | one.effects) & one.values}
+        changed = self._defined.intersection(roots.union(*(self._others[name] for name in roots)))
+        return not changed.isdisjoint(names)
+
     def doubtful(self, place: int) -> list[Statement]:
         """Return the statements of a part that may change something whatever names are needed."""
         return [one for one in self._parts[place].statements if self._is_doubtful(one)]

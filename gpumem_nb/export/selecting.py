@@ -194,11 +194,11 @@ class _Selection:
         if not concerned and not part.looks and place not in self._shown:
             doubtful = [*self.relations.settings(place), *(one for one in part.statements if one.reaches)]
             again = self._said_again(place, kept)
-            if unclear := [one.text for one in doubtful if one.text not in again]:
+            if unclear := [one.text for one in doubtful if one.text not in again or (one.reaches and one.acts)]:
                 raise unclear_setting(cell, unclear[0])
-            if part.acts and self.relations.touches(place, live):
-                used = {name for one in part.statements for name in one.reads} - OFFERED - BUILTIN - NOTEBOOK
-                concerned = frozenset(used - part.imports - self.relations.imported or used)
+            if part.acts and (self.relations.touches(place, live) or self.relations.alters(place, self._ever)):
+                used = part.reads - OFFERED - BUILTIN - NOTEBOOK
+                concerned = frozenset(used - part.imports - self.relations.imported or used or live)
         if concerned:
             known = {name for one in self.parts if self._cells[one.number].known for name in one.binds}
             raise unclear_name(cell, min(concerned), bool(concerned & known))

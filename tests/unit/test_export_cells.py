@@ -381,3 +381,13 @@ def test_a_module_of_pythons_own_that_is_not_here_may_bring_anything(monkeypatch
 
 def test_what_a_kept_cell_deletes_is_there() -> None:
     assert result("net = [5]", "box = {'n': net}", "del box") == [5]
+
+
+@pytest.mark.parametrize(
+    "change", ["Net.width = 8", "Net.kinds.append(1)", "k = Net\nk.width = 8", "(lambda: net.append(1))()"]
+)
+def test_what_some_ranks_changed_of_a_class_or_by_a_lambda_is_refused(change: str) -> None:
+    made = "class Net(list):\n    kinds = []\n    def collate(self): pass\nnet = Net()"
+    with pytest.raises(WorkloadError, match="cannot be told"):
+        sliced(made, Cell(change, everywhere=False))
+    assert sliced(made, Cell("rows = dict(fn=Net)\n1 / 0", finished=False)) == made

@@ -76,3 +76,9 @@ def test_what_a_script_cannot_do_is_refused_where_it_is_needed() -> None:
             sliced("lock = rows = [1]", cell)
         assert sliced("lock = rows = [1]", cell, "net = 2") == "net = 2"
     assert "await" in sliced("async def f():\n    await f()\nnet = [f]")
+
+
+def test_what_some_ranks_did_by_such_a_cell_is_not_undone_by_doing_it_again() -> None:
+    change = "exec('net.append(1)')"
+    with pytest.raises(WorkloadError, match="cannot be told"):
+        sliced("net = [1]", Cell(change, everywhere=False), change)
