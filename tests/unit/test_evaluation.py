@@ -31,6 +31,7 @@ from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import Device, opened
 from gpumem_nb.report.run_summary import Evaluation
 from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.knobs import KNOBS, Knob, LiveModel, register
 from gpumem_nb.shared.messages import Chunk, ChunkReply
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
@@ -376,3 +377,20 @@ def test_an_attached_metric_is_called_as_losses_are(device: Device) -> None:
     assert attached({"model": "net", "data": "data"}, there).eval_data is None
     with pytest.raises(WorkloadError, match="The metric must be callable; this is a TensorDataset"):
         attached(names | {"metric": "data"}, there)
+
+
+def test_a_knob_may_put_another_loss_in_place_for_steps_and_evaluations(device: Device) -> None:
+    def apply(live: LiveModel, settings: Settings) -> None:
+        live.loss = (lambda model, batch: 2 * loss(model, batch)) if settings.doubled else loss
+
+    register(Knob("doubled", False, "twice the loss", parse=bool, allowed="on or off", apply=apply))
+    try:
+        found = []
+        for doubled in (True, False):
+            one = trainer(device, samples(23))
+            reply = one.run(Chunk(Settings(batch_size=4, learning_rate=0.0, doubled=doubled), 1, 1, eval_every=1))
+            assert reply.evaluated
+            found.append((reply.samples[0].loss or 0.0, reply.evaluated.sums["loss"]))
+    finally:
+        del KNOBS["doubled"]
+    assert found[0] == pytest.approx([2 * figure for figure in found[1]], rel=1e-6)

@@ -110,11 +110,11 @@ class Evaluator:
         settings, device = self._live.settings, self._device.torch_device
         sums: dict[str, Any] = {}
         samples = 0
-        data, workload = self.held_out, self._workload
+        data = self.held_out
         share = batches_once(data.dataset, data.collate, self._rank, self._size, settings.batch_size)
         with torch.no_grad():
             # Each is a step by itself: a loss that divides by the tokens of a step still has those of the last one.
-            for batch, count in micro_batches(workload.loss, self._live.model, share, 1):
+            for batch, count in micro_batches(self._live.loss, self._live.model, share, 1):
                 with autocast(settings.precision, device.type):
                     found = self._numbers(to_device(batch, device))
                 if samples and found.keys() != sums.keys():
@@ -130,7 +130,7 @@ class Evaluator:
     def _numbers(self, batch: Any) -> dict[str, Any]:
         """Loss and metric of one micro-batch by name."""
         model, metric = self._live.model, self._workload.metric
-        loss = {"loss": _number(self._workload.loss(model, batch), "loss")}
+        loss = {"loss": _number(self._live.loss(model, batch), "loss")}
         if metric is None:
             return loss
         given = metric(model, batch)

@@ -40,6 +40,7 @@ class LiveModel:
     Attributes:
         model: moved to the device and in training mode, but for what was in evaluation mode in one that was training.
         parts: the model, and what is trained besides it.
+        loss: what steps compute of the model and a micro-batch; the workload's, or what a knob puts in its place.
         optimizer: the one in use.
         own_optimizer: the one that the workload brought, in use or not.
         own_rate: the learning rate that people knew it by then.
@@ -65,6 +66,7 @@ class LiveModel:
         self._device = device
         with interruptible():
             self.model = checked_model(workload.model())
+        self.loss = workload.loss
         self.parts = Parts(self.model, workload.loss)
         for part in self.parts.named.values():
             check_tensors(part)

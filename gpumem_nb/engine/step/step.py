@@ -76,18 +76,16 @@ class Stepper:
     def __init__(
         self,
         live: LiveModel,
-        loss: Callable[[Any, Any], Tensor],
         stream: Stream,
         device: Device,
         leaks: LeakDetector,
     ) -> None:
         self._live = live
-        self._loss = loss
         self._stream = stream
         self._device = device
         self._leaks = leaks
         self.voting = Voting(live, stream.rank, stream.size, device)
-        self._forward_state = ForwardState(live.parts.named.values(), loss)
+        self._forward_state = ForwardState(live.parts.named.values(), live.loss)
         self._written = WrittenByForward()
         self._hooks: tuple[Any, ...] = ()
         self._hook_state = ForwardState(())
@@ -241,7 +239,7 @@ class Stepper:
         with self._live.checkpointed(), updates_refused(), interruptible():
             count = settings.accumulation_steps
             batches = self._stream.micro_batches(settings.batch_size, count)
-            for index, batch in enumerate(micro_batches(self._loss, self._live.model, batches, count)):
+            for index, batch in enumerate(micro_batches(self._live.loss, self._live.model, batches, count)):
                 self.enter(COPY)
                 batch = to_device(batch, device, copy=self._stream.foreign)
                 if Recorder.current:
@@ -249,7 +247,7 @@ class Stepper:
                 self._begin(FORWARD)
                 self.voting.reduction.latest = None
                 with autocast(settings.precision, device.type):
-                    loss = self._loss(self._live.model, batch)
+                    loss = self._live.loss(self._live.model, batch)
                     check_no_backward(self.voting.reduction.latest)
                     loss = checked_loss(loss) / settings.accumulation_steps
                 self.looks.batch(batch)

@@ -85,7 +85,7 @@ class Trainer:
         self._started_s = started_s
         known = {"model": self.live.model, "dataset": stream.dataset, "workload": workload}
         self._leaks = LeakDetector(stream.rank, device.torch_device, known)
-        self.stepper = Stepper(self.live, workload.loss, stream, device, self._leaks)
+        self.stepper = Stepper(self.live, stream, device, self._leaks)
         self.trials = Trials(self, device)
         self.update_times = UpdateTimes()
         self._cells = cells.ran()

@@ -29,11 +29,13 @@ class LiveModel(Protocol):
         model: the ``torch.nn.Module`` that is trained.
         optimizer: the ``torch.optim.Optimizer`` in use.
         parameters: what is trained, in the optimizer's order.
+        loss: what steps and evaluations compute of the model and a micro-batch.
     """
 
     model: Any
     optimizer: Any
     parameters: Any
+    loss: Any
 
     def set_checkpointing(self, mode: str) -> None:
         """Checkpoint activations in this mode from the next step on."""
