@@ -83,8 +83,12 @@ class PythonSnapshot:
         self.followed: list[Any] = []
         for place, content in ((found.places[index], self._contents[index]) for index in self._rich):
             for name, value in zip(place.names, elements_of(content), strict=False):
-                if type(value) not in SCALARS:
+                if type(value) in SCALARS:
+                    continue
+                if isinstance(value, (Tensor, tuple)):
                     self._sort(place.key, name, value)
+                else:
+                    self.followed.append(value)
         self._buffers = [dict(named) for named in found.buffers]
         self._arrays = [array.copy() for array in found.arrays]
         self._drawn = list(map(_drawn, found.generators))
