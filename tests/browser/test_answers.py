@@ -18,6 +18,7 @@ def _started(lab: Lab, chrome: Any) -> PanelPage:
     return open_panel(lab, chrome, "answers.ipynb", f"s = gm.start(2, device='cpu', memory_limit='{LIMIT_MIB}MiB')")
 
 
+@pytest.mark.full
 def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
     panel = _started(lab, chrome)
     page = panel.page

@@ -36,6 +36,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full  # the first tier runs the same steps as a notebook
 def test_the_demo_trains_flips_and_recovers(temporary: Path) -> None:
     done = subprocess.run(DEMO, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
