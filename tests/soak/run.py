@@ -28,6 +28,7 @@ from tests.conftest import ranks
 from tests.soak.timeline import Timeline
 
 REPORT = Path(__file__).parents[2] / "docs" / "reliability.md"
+MARKER = "<!-- the rest is written by make soak -->\n"
 SITUATIONS = ("foreground", "background", "flip", "cell")
 MEASURE_EVERY_S = 30.0
 # Two seconds, as in the tests, would tell of what else the machine does while four ranks share two cores.
@@ -72,7 +73,7 @@ def main() -> int:
             # Written again and again: whoever ends it early has the figures up to then.
             text = report(cells, tally, args.seed)
             if not args.no_report:
-                REPORT.write_text(text)
+                REPORT.write_text(REPORT.read_text().partition(MARKER)[0] + MARKER + text)
     except Exception:
         print(f"What the ranks did before it failed:\n{timeline}", flush=True)
         raise
@@ -158,7 +159,7 @@ def random_settings(dice: random.Random) -> dict[str, object]:
 
 
 def report(cells: dict[tuple[str, str], float], tally: Tally, seed: int) -> str:
-    """docs/reliability.md."""
+    """Return docs/reliability.md below the marker."""
     matrix = [
         f"| {fault.name} | " + " | ".join(f"{cells[fault.name, situation]:.2f}" for situation in SITUATIONS)
         + f" | {fault.within_s:g} |"
@@ -171,14 +172,6 @@ def report(cells: dict[tuple[str, str], float], tally: Tally, seed: int) -> str:
     longest = max(tally.resident, key=len)
     return "\n".join(
         [
-            "# Reliability",
-            "",
-            "What goes wrong on purpose in `tests/cluster/faults.py`, and what came of it. Checked after each fault:",
-            "a clear message; weights, optimizer, statistics and random numbers bit for bit as after the last step",
-            "(after a death, as when the snapshot was taken) and the same weights on all ranks; live bytes as before",
-            "(within 64 bytes); the same processes (after a death, none of the old ones); and that training goes on.",
-            "The tests do the same (`tests/cluster/test_fault_matrix.py`); this page is written by `make soak`.",
-            "",
             "## Each fault in each situation: seconds until a message",
             "",
             "Two ranks, stall limit 2 s; the last column is what the tests allow.",
