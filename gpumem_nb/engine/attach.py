@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -189,17 +190,17 @@ class LossOfUnknownForm:
             return self.chosen(model, batch)
         parts = [self.criterion] if isinstance(self.criterion, nn.Module) else []
         before = ForwardUndo(ForwardState(parts, self.criterion))
-        failed = False
+        reached: _Reached | None = None  # where it failed
         with _calls_into(model) as called:
             try:
                 result = self.criterion(model, batch)
             except (torch.OutOfMemoryError, NameError, ImportError):  # which come whatever it is given
                 raise
-            except Exception:  # not kept: with its frames it would be a circle around the batch
+            except Exception as error:  # not kept: with its frames it would be a circle around the batch
                 if called:
                     raise
-                failed = True
-        if not failed and (called or isinstance(result, Tensor)):
+                reached = _reached(error)
+        if reached is None and (called or isinstance(result, Tensor)):
             self.chosen = self.criterion
             return result
         before.undo()  # what a criterion had counted or drawn before it failed
@@ -208,15 +209,35 @@ class LossOfUnknownForm:
             result = as_criterion(model, batch)
         except torch.OutOfMemoryError:
             raise
-        except Exception:
-            misread = failed and _first_parameter(self.criterion) in _MODELS
+        except Exception as error:
+            misread = reached is not None and self._is_misread(reached, _reached(error)[1:])
             if not misread:
                 raise
-        if misread:  # what it takes is called like a model, so what stopped it there is its own error
+        if misread:  # it got further with the model and the batch, so what stopped it there is its own error
             before.undo()
             return self.criterion(model, batch)
         self.chosen = as_criterion
         return result
+
+    def _is_misread(self, given_model: _Reached, given_outputs: _Reached) -> bool:
+        """Return whether a callable that failed both ways takes model and batch: it got further with these."""
+        for (code, first), (other, second) in zip(given_model, given_outputs, strict=False):
+            if code is not other:  # what failed the second time may be the model, before the criterion was called
+                return False
+            if first != second:
+                return first > second
+        return _first_parameter(self.criterion) in _MODELS
+
+
+_Reached = list[tuple[CodeType, int]]
+
+
+def _reached(error: Exception) -> _Reached:
+    """Return how far code got that raised this, frame by frame, without the frame that caught it."""
+    trace, reached = error.__traceback__, _Reached()
+    while trace := trace and trace.tb_next:
+        reached.append((trace.tb_frame.f_code, trace.tb_lasti))
+    return reached
 
 
 @contextmanager

@@ -166,8 +166,9 @@ class AttachedNames:
         """Return what variables hold in place of what was attached by them, by its role."""
         other = dict[str, Any]()
         for role, (name, held) in self._held.items():
-            value = variables.get(name)
-            passes = role not in _PASSES_FOR or _PASSES_FOR[role](value)
+            value, passes = variables.get(name), False
+            with suppress(Exception):  # an object may raise whatever it is asked
+                passes = role not in _PASSES_FOR or _PASSES_FOR[role](value)
             if value is not None and value is not held and passes:
                 other[role] = value
         return other

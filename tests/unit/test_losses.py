@@ -128,12 +128,19 @@ def wrong_type(m: Any, batch: Any) -> Any:
     return F.cross_entropy(m(inputs + "x"), targets)
 
 
+def misspelt_weight(f: Any, batch: Any) -> Any:
+    x, y = batch
+    w = f.wieght.norm()
+    return F.cross_entropy(f(x), y) + w
+
+
 def misspelt_criterion(outputs: Any, targets: Any) -> Any:
     return (outputs[:, 0] - targets).square().meen()
 
 
 WRONG: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "a method of the model": (misspelt, AttributeError, "'Net' object has no attribute 'forwrd'"),
+    "a model by another name": (misspelt_weight, AttributeError, "'Net' object has no attribute 'wieght'"),
     "in one line": (lambda m, b: F.cross_entropy(m.forwrd(b[0]), b[1]), AttributeError, "'Net' .* 'forwrd'"),
     "a name": (missing_name, NameError, "modle"),
     "a type": (wrong_type, TypeError, "must be Tensor, not str|unsupported operand"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -64,7 +64,7 @@ class Evaluator:
         self.length = len(held_out)
         metric = as_given(workload.metric)
         self._metric = (metric.to(device.torch_device),) if isinstance(metric, nn.Module) else ()
-        self._forward = ForwardState((*live.parts.named.values(), *self._metric), workload.loss)
+        self._look_after(live.loss)
         self._written = WrittenByForward()
         self._device = device
         self._rank, self._size = rank, size
@@ -82,6 +82,8 @@ class Evaluator:
         try:
             here().check()
             if failure is None:
+                if self._live.loss is not self._loss:  # a knob has put another one in its place
+                    self._look_after(self._live.loss)
                 with left_as_it_was(self._modules(), self._forward, self._live, self._written), interruptible():
                     sums, samples = self._sum_up()
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
@@ -98,6 +100,9 @@ class Evaluator:
             return None, failure
         seconds, peak_bytes = time.perf_counter() - began_s, self._device.reading().live_peak_bytes
         return Found(samples, sums, seconds, peak_bytes), None
+
+    def _look_after(self, loss: Callable[[Any, Any], Any]) -> None:
+        self._loss, self._forward = loss, ForwardState((*self._live.parts.named.values(), *self._metric), loss)
 
     def _modules(self) -> Iterator[nn.Module]:
         """Everything that takes part, a metric that is a module included."""

@@ -85,7 +85,7 @@ class Stepper:
         self._device = device
         self._leaks = leaks
         self.voting = Voting(live, stream.rank, stream.size, device)
-        self._forward_state = ForwardState(live.parts.named.values(), live.loss)
+        self._loss, self._forward_state = live.loss, ForwardState(live.parts.named.values(), live.loss)
         self._written = WrittenByForward()
         self._hooks: tuple[Any, ...] = ()
         self._hook_state = ForwardState(())
@@ -207,11 +207,15 @@ class Stepper:
             copy = not (order.trial or order.proven)
             weights = self._written.before(self._live.parameters, self._live.parts.parameters(), copy)
             self.enter(TOOLKIT)
+            if self._live.loss is not self._loss:  # a knob has put another one in its place
+                self._loss = self._live.loss
+                self._forward_state = ForwardState(self._live.parts.named.values(), self._loss)
             before = ForwardUndo(self._forward_state, weights)
             self.voting.begin(order)
             with nullcontext() if order.trial else self._leaks.step():
                 loss = self._forward_backward()
-            self._written.after(weights)
+            if not order.trial:  # one in evaluation mode says nothing of those in training mode
+                self._written.after(weights)
             return before, loss, None
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self.failure(error)

@@ -49,7 +49,7 @@ PLAIN = SCALARS | {Tensor, nn.Parameter}
 _COUNTED = (bool, int, float, type(None), Tensor)
 
 _OTHERS_CARE = (Optimizer, LRScheduler, Dataset, DataLoader, random.SystemRandom)
-_DEPTH, _OBJECT, _CONTAINER = 12, 4, 2  # so three objects deep, or six containers
+_DEPTH, _OBJECT, _CONTAINER = 27, 7, 1  # so three objects deep, and six containers in each place
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 _CLOSED = frozenset({"torch", "numpy", "horovod", "IPython", "ipykernel", "gpumem_nb"}) | sys.stdlib_module_names
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
@@ -188,7 +188,7 @@ class Reachable:
 
     def _object(self, value: Any, depth: int, key: Key) -> None:
         if isinstance(value, FunctionType):
-            self._function(value, depth - _CONTAINER)
+            self._function(value, depth - _OBJECT)
         elif isinstance(value, MethodType):
             self._elements((value.__func__, value.__self__), depth, key)
         elif isinstance(value, functools.partial):
@@ -269,13 +269,15 @@ class Reachable:
         self._seen[id(kind)] = kind
         if _package(kind) in _CLOSED or not _is_own(kind):
             return
+        for base in kind.__bases__:
+            self._class(base)
         shared = []
         for name, value in list(vars(kind).items()):
             if isinstance(value, FunctionType):
                 self._follow(value, _DEPTH - _CONTAINER, (id(kind), name))
             elif not name.startswith("__") and (type(value) in _COUNTED or isinstance(value, CONTAINERS + GENERATORS)):
                 shared.append(name)
-        self._names(_Attributes(kind), shared, _CONTAINER, id(kind))
+        self._names(_Attributes(kind), shared, _OBJECT - 1, id(kind))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -166,9 +166,15 @@ class KeptWeights:
         """
         ours = {id(weight): weight for weight in trained}
         frozen = [weight for weight in weights if id(weight) not in ours and can_be_filled(weight)]
-        few = sum(weight.nbytes for weight in frozen) <= sum(weight.nbytes for weight in ours.values())
+        room, shapes = sum(weight.nbytes for weight in ours.values()), {weight.shape for weight in ours.values()}
+        few = frozen
+        if sum(weight.nbytes for weight in frozen) > room:  # an average has the shapes of what it is of
+            few = [weight for weight in frozen if weight.shape in shapes]
+        if sum(weight.nbytes for weight in few) > room:
+            few = []
         own = [weight for weight in ours.values() if copy or weight.nbytes <= SMALL_BYTES]
-        copied = own + [weight for weight in frozen if few or weight.nbytes <= SMALL_BYTES]
+        small = (weight for weight in frozen if weight.nbytes <= SMALL_BYTES)
+        copied = list({id(weight): weight for weight in (*own, *few, *small)}.values())
         known = set(map(id, copied))
         kept = cls(copied, (weight for weight in (*ours.values(), *frozen) if id(weight) not in known))
         kept.of_trained = len(own) == len(ours)
@@ -252,10 +258,13 @@ class UpdateUndo:
     def __init__(self, params: Iterable[Tensor], optimizer: Optimizer, hooks: ForwardUndo | None = None) -> None:
         self._hooks, self._optimizer = hooks, optimizer
         self._weights = KeptWeights(params)
-        self._kept = PythonState(lambda: (optimizer,)).take()
+        state = PythonState(lambda: (optimizer,))
+        self._kept = state.take()
+        held = (*self._kept.tensors, *state.weights(), *state.buffers())
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        tensors = {id(tensor): tensor for _, tensor in self._kept.tensors if id(tensor) not in trained}
-        self._tensors = [(tensor, host_copy(tensor)) for tensor in tensors.values()]
+        tensors = {id(tensor): tensor for _, tensor in held if id(tensor) not in trained}
+        whole = (tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_meta)
+        self._tensors = [(tensor, host_copy(tensor)) for tensor in whole]
 
     def undo(self) -> None:
         """Put everything back, bit for bit; state that was not there before is dropped.
