@@ -57,4 +57,6 @@ def let_finish(name: str) -> None:
     """Wait for the work of this name that an interrupt has left to finish by itself."""
     for thread in threading.enumerate():
         if thread.name == name and thread is not threading.current_thread():
-            thread.join()
+            while thread.is_alive():  # an interrupt inside of join() makes Python take the thread for ended
+                with shielded():
+                    thread.join(0.1)

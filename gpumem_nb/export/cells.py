@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ..shared.questions import Cell
-from .imports import PLOTTING, brought_by_all, imported_in
+from .imports import PLOTTING, brought_by_all, imported_in, imported_inside
 from .plain import PlainCell, makes_files, plain_cell
 from .statements import BUILTIN, LOOKS, NOTEBOOK, Statement, statement
 
@@ -71,7 +71,8 @@ def parts_of(cells: Sequence[Cell]) -> list[Part]:
         if cell.opaque or cell.pushed:
             parts.append(Part(number, binds=frozenset(cell.pushed)))
         elif cell.source:
-            parts.append(_part(plain_cell(cell.source, meant), number))
+            part = _part(plain_cell(cell.source, meant), number)
+            parts.append(part if cell.known else replace(part, fresh=frozenset()))  # it may not have come to that
         if not cell.offered and (cell.source or cell.opaque or cell.pushed):
             deleted = {name for one in parts[-1].statements for name in one.deletes}
             late = {name for one in parts[-1].statements for name in one.binds_late}
@@ -140,15 +141,20 @@ class Relations:
         self.bound = frozenset(name for part in parts for name in part.binds)
         plain = [one for one in statements if one.imports or one.constant]
         others = {name for one in statements if not (one.imports or one.constant) for name in one.binds}
+        others |= {name for one in statements for name in one.binds_late}
         others |= {name for part in parts if not part.statements for name in part.binds}
         self.imported = frozenset(name for one in plain for name in one.binds) - others  # modules and constants
         changing = {
             name for one in statements if not (one.imports or one.constant or one.defines) for name in one.binds
-        }
+        } | {name for one in statements for name in one.binds_late}
         self._defined = self.bound - changing - self.imported - {n for p in parts if not p.statements for n in p.binds}
         self._fixed = self.imported | self._defined | OFFERED | BUILTIN | NOTEBOOK
         self._let_go_of_holders([one for one in statements if one.defines])
         self._meant = {name: what for one in statements if one.imports for name, what in imported_in(one.text)}
+        inside = {
+            name: what for one in statements if one.late or one.defines for name, what in imported_inside(one.text)
+        }
+        self._meant = inside | self._meant
         self._package = {name: what.partition(".")[0] for name, what in self._meant.items()}
         used = {name for one in statements for name in one.reads | one.late | one.binds_late}
         used |= {name for one in statements if not one.imports for name in one.binds}
@@ -163,6 +169,7 @@ class Relations:
         for one in statements:
             for name in one.binds if one.defines or one.late or one.effects_late or one.sets_late else ():
                 self._definitions[name].append(one)
+        self._used = {name for one in statements for name in one.reads | one.late}
         self._reached = [self._reach(part) for part in parts]
         self._parent: dict[_Version, _Version] = {}
         self._before: list[dict[str, int]] = []
@@ -173,7 +180,7 @@ class Relations:
         """Count functions and classes that hold other objects, as defaults or attributes, among what changes."""
         self._holders = frozenset[str]()
         while True:
-            holding = [one for one in definitions if not one.reads <= self._fixed | one.adds_to]
+            holding = [one for one in definitions if one.holds or not one.reads <= self._fixed | one.adds_to]
             holders = {name for one in holding for name in one.binds}
             if holders <= self._holders:
                 return
@@ -190,7 +197,7 @@ class Relations:
     def pokes(self, place: int, names: Collection[str]) -> bool:
         """Return whether a part may change functions, classes or packages of these names: calls alone do not."""
         statements = self._parts[place].statements
-        values = {name for one in statements if one.acts for name in one.values}
+        values = {name for one in statements if one.acts for name in one.values | self._reach_from(one.reads).sets}
         changed = self._defined.intersection(values.union(*(self._others[name] for name in values)))
         return not changed.union(*(one.adds_to for one in statements)).isdisjoint(names)
 
@@ -209,6 +216,10 @@ class Relations:
         """Return the statements of a part that set something of the whole process, or of what they import."""
         found = [one for one in self._parts[place].statements if not one.defines]
         return [one for one in found if self._settable(self._sets(one))]
+
+    def may_reach(self, one: Statement) -> bool:
+        """Return whether a statement may use and define anything, by functions that it calls too."""
+        return one.reaches or (one.acts and self._reach_from(one.reads).reaches)
 
     def reaches(self, place: int) -> bool:
         """Return whether a part may use and define anything, by ``exec``, ``globals()`` and the like."""
@@ -275,7 +286,8 @@ class Relations:
             if name in part.first or name not in part.fresh:
                 yield name, before.get(name, 0)
             yield name, after.get(name, 0)
-        yield from ((name, after.get(name, 0)) for name in part.binds if self._stands(name))
+        reached = self._used | self.bound if self._reached[place].reaches else part.binds
+        yield from ((name, after.get(name, 0)) for name in reached if self._stands(name))
 
     def _relate(self) -> None:
         now: dict[str, int] = {}

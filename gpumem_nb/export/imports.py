@@ -22,7 +22,16 @@ def imported_in(text: str) -> Iterator[tuple[str, str]]:
 
     Of ``*`` what Python's own modules bring.
     """
-    for node in _at_top(ast.parse(text)):
+    yield from _meant_by(_at_top(ast.parse(text)))
+
+
+def imported_inside(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the same of all imports, those in functions too."""
+    yield from _meant_by(node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def _meant_by(nodes: Iterator[ast.Import | ast.ImportFrom]) -> Iterator[tuple[str, str]]:
+    for node in nodes:
         for alias in node.names:
             if isinstance(node, ast.ImportFrom):
                 names = _brought(node) or () if alias.name == "*" else [alias.name]

@@ -197,6 +197,11 @@ def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
                 yield from (f"default of {argument}" for argument in other_defaults(part.args, now, names))
             elif not isinstance(now, classmethod | staticmethod):  # as some are by themselves
                 yield name
+        elif {ast.unparse(one) for one in part.decorator_list} <= {"property", "classmethod", "staticmethod"}:
+            begin = min([part.lineno, *(one.lineno for one in part.decorator_list)])
+            lines = [one.__code__.co_firstlineno for one in _functions_in(now) if one.__code__.co_filename == file]
+            if not any(begin <= line <= (part.end_lineno or 0) for line in lines):
+                yield name
     for one in node.body:
         targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AnnAssign) else []
         for target in targets:

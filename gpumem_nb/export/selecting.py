@@ -192,9 +192,14 @@ class _Selection:
         part, cell = self.parts[place], self._cells[self.parts[place].number]
         concerned = (part.binds - part.imports) & live
         if not concerned and not part.looks and place not in self._shown:
-            doubtful = [*self.relations.settings(place), *(one for one in part.statements if one.reaches)]
+            doubtful = [
+                *self.relations.settings(place),
+                *(one for one in part.statements if self.relations.may_reach(one)),
+            ]
             again = self._said_again(place, kept)
-            if unclear := [one.text for one in doubtful if one.text not in again or (one.reaches and one.acts)]:
+            if unclear := [
+                one.text for one in doubtful if one.text not in again or (self.relations.may_reach(one) and one.acts)
+            ]:
                 raise unclear_setting(cell, unclear[0])
             if part.acts and (self.relations.touches(place, live) or self.relations.alters(place, self._ever)):
                 used = part.reads - OFFERED - BUILTIN - NOTEBOOK

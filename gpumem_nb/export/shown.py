@@ -72,6 +72,10 @@ def _shows(node: ast.stmt, plots: Collection[str]) -> bool:
     methods = _COUNTING | (_OF_TENSORS if any(root(call) in plots for call in calls) else set())
     if not all(_reads(call, plots, methods) for call in calls):
         return False
+    if any(one.arg == "key" for call in calls for one in call.keywords):
+        return False
+    if any(root(part.context_expr) not in plots for part in parts if isinstance(part, ast.withitem)):
+        return False
     return all(isinstance(read, ast.Call) or _is_made(read) for read in _read_one_by_one(parts, calls))
 
 
@@ -83,6 +87,13 @@ def _reads(call: ast.Call, plots: Collection[str], methods: Collection[str]) -> 
 
 def _read_one_by_one(parts: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[ast.expr]:
     yield from (part.iter for part in parts if isinstance(part, _LOOPS))
+    for part in parts:
+        if (
+            isinstance(part, ast.Assign)
+            and isinstance(part.value, ast.Name)
+            and any(isinstance(one, ast.Tuple | ast.List) for one in part.targets)
+        ):
+            yield part.value
     for call in calls:
         if isinstance(call.func, ast.Name) and call.func.id in _ITERATING:
             yield from call.args

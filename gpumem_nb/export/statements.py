@@ -93,6 +93,7 @@ class Statement:
     acts: bool
     looks: bool
     waits: bool
+    holds: bool
 
 
 def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
@@ -149,6 +150,7 @@ def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
         constant=constant,
         acts=not (imports or constant or _only_defines(node)),
         looks=_only_looks(node),
+        holds=defines and _holds(node),
         waits=any(isinstance(one, _WAITS) or getattr(one, "is_async", 0) for one in own),
     )
 
@@ -173,6 +175,18 @@ class _WithoutAwait(ast.NodeTransformer):
     def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
         node.is_async = 0
         return self.generic_visit(node)
+
+
+def _holds(node: ast.AST) -> bool:
+    """Return whether a definition has lists or dicts of its own, as defaults or attributes."""
+    if isinstance(node, _FUNCTIONS):
+        given = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+    else:
+        assert isinstance(node, ast.ClassDef)
+        given = [one.value for one in node.body if isinstance(one, ast.Assign | ast.AnnAssign) and one.value]
+        if any(isinstance(one, _DEFINITIONS) and _holds(one) for one in node.body):
+            return True
+    return any(isinstance(part, ast.List | ast.Dict | ast.Set) for one in given for part in ast.walk(one))
 
 
 def root(node: ast.AST) -> str:
@@ -272,7 +286,7 @@ def _only_looks(node: ast.stmt) -> bool:
         return True
     if not isinstance(node, ast.Expr):
         return False
-    inner = [one for one in ast.walk(node) if isinstance(one, _ACTS)]
+    inner = [one for one in ast.walk(node) if isinstance(one, _ACTS | ast.Starred)]
     return all(isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in LOOKS for one in inner)
 
 

@@ -143,7 +143,7 @@ class Lifecycle:
             StartError, SetupError: the ranks could not be started again; it may be tried once more.
             WorkloadError, RankError: what was loaded cannot be loaded again.
         """
-        loaded, played = self._origin.loaded, self.training.playing and not self.foreground.busy
+        loaded, played = self._origin.loaded, self.training.plays_on
         hopeless = self.ended or self.ranks.stopped() or (self.foreground.in_vain and self.ranks.pending())
         up_to_date = loaded and not hopeless and self.loading.take_last_snapshot()
         before = self.loading.remember(up_to_date)

@@ -15,7 +15,7 @@ from ..report.differences import typed
 from ..report.runs import Row
 from ..report.runs.files import readable
 from ..shared import snapshot_folder, state_file
-from ..shared.errors import GpumemError, Interrupted, InvalidInput, StateFileError, WorkloadError
+from ..shared.errors import ClusterDied, GpumemError, Interrupted, InvalidInput, StateFileError, WorkloadError
 from ..shared.messages import SnapshotOrder
 from ..shared.settings import Settings
 from ..shared.units import checked_seed
@@ -260,7 +260,8 @@ class Loading(AsksRanks):
             if asked:
                 self._foreground.mark_notes(asked[0])
                 with suppress(KeyboardInterrupt):  # what went wrong in the load is said in any case
-                    finish_anyway(lambda: self._settle(asked[0], interrupted), RESUMING)
+                    cut_short = interrupted or isinstance(error, ClusterDied)  # no rank refused
+                    finish_anyway(lambda: self._settle(asked[0], cut_short), RESUMING)
             if isinstance(error, KeyboardInterrupt):
                 raise Interrupted("Interrupted before anything was loaded.") from None
             raise
@@ -275,6 +276,12 @@ class Loading(AsksRanks):
             self._training.unload()
             if not interrupted and self._origin.unrestored is None:
                 self._origin.workload = self._origin.attached = None
+
+    def _check_together(self, settings: Settings, source: Path) -> None:
+        try:
+            settings.check_together(self._history.size)
+        except InvalidInput as error:
+            raise StateFileError(f"{source.name} was saved by another number of ranks. {error}") from None
 
     def resume_from(self, source: Path, after_restart: bool = False) -> state_file.Header:
         """Go on from a file; what is loaded must be what was saved.
@@ -296,6 +303,7 @@ class Loading(AsksRanks):
         try:
             header, runs = self._foreground.call("resume_check", str(source))[0]
             settings = Settings.from_saved(header.settings, source)  # this process's knobs may be others
+            self._check_together(settings, source)
             rows, problem = readable(runs)  # before the ranks change anything: it takes long, and may fail
             if problem:
                 self._history.mark("note", f"{source.name}: {problem}")

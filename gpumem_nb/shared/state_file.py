@@ -80,7 +80,8 @@ def why_kept(path: Path, ours: Ours, what: str) -> str:
     check_no_folder(path)
     with open(path, "rb") as file:
         known = ours(file) if callable(ours) else file.read(len(ours)) == ours
-        replaceable = known or not os.fstat(file.fileno()).st_size
+        about = os.fstat(file.fileno())
+        replaceable = known or (stat.S_ISREG(about.st_mode) and not about.st_size)  # a device has no size either
     return "" if replaceable else f"{path} already exists and is not {what}. Choose another file name."
 
 

@@ -85,7 +85,7 @@ KNOBS: tuple[tuple[dict[str, Any], float], ...] = (
 )
 
 
-@pytest.mark.parametrize(("knobs", "rounding"), first_tier(KNOBS, lambda index, _: index == 2), ids=str)
+@pytest.mark.parametrize(("knobs", "rounding"), first_tier(KNOBS, lambda index, _: index == 3), ids=str)
 def test_each_knob_gives_the_losses_of_a_plain_script_with_the_same_environment(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, knobs: dict[str, Any], rounding: float
 ) -> None:

@@ -238,6 +238,7 @@ def test_whoever_finds_nobody_waiting_finds_that_the_model_may_have_changed(
     assert not two_ranks.busy
 
 
+@pytest.mark.full
 def test_every_single_flip_is_in_the_table(own: Session) -> None:
     table = own.what_if()
     flips = table.frame().set_index("flip")
@@ -294,6 +295,7 @@ def test_ranks_that_are_made_alike_may_be_others(own: Session) -> None:
     assert own.foreseen() is None
 
 
+@pytest.mark.full
 def test_by_magic(own: Session, shell: InteractiveShell) -> None:
     predicted = shell.run_line_magic("hvd_predict", "batch_size=32 checkpointing=blocks")
     assert str(predicted).startswith("fits: live peak ")

@@ -82,3 +82,61 @@ def test_what_some_ranks_did_by_such_a_cell_is_not_undone_by_doing_it_again() ->
     change = "exec('net.append(1)')"
     with pytest.raises(WorkloadError, match="cannot be told"):
         sliced("net = [1]", Cell(change, everywhere=False), change)
+
+
+BEGINNING = (
+    "rows = [1, 2]",
+    "class Net:\n    def __init__(self, r): self.r = r\n    def freeze(self): self.r.append(3)",
+)
+KEPT_WHOLE = {
+    "a name that exec makes": ("net = Net(rows)", "exec('extra = net')", "extra.freeze()"),
+    "a name in globals()": ("net = Net(rows)", "globals()['extra'] = net", "extra.freeze()"),
+    "a setting by a function's own import": (
+        "def setup():\n    import torch as T\n    T.set_default_dtype(T.float64)",
+        "setup()",
+        "net = Net(rows)",
+    ),
+    "a counter that a function rebinds": (
+        "n = 0",
+        "def uid():\n    global n\n    n += 1\n    return n",
+        "a = uid()",
+        "net = Net([*rows, uid()])",
+    ),
+    "a list that is a function's default": (
+        "def uid(s=[0]):\n    s[0] += 1\n    return s[0]",
+        "a = uid()",
+        "net = Net([*rows, uid()])",
+    ),
+    "a block that enters an object": (
+        "class Entering:\n    def __enter__(self): rows.append(9)\n    def __exit__(self, *a): pass",
+        "net = Net(rows)",
+        "held = Entering()",
+        "with held: print(1)",
+    ),
+    "a key that a function computes": (
+        "def fn(x):\n    rows.append(x)\n    return x",
+        "net = Net(rows)",
+        "print(max([1, 2], key=fn))",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEPT_WHOLE)
+def test_what_changes_something_by_a_detour_is_kept(case: str) -> None:
+    cells = (*BEGINNING, *KEPT_WHOLE[case])
+    assert sliced(*cells) == "\n\n".join(cells)
+
+
+REFUSED = {
+    "a failed rebinding that leaves an alias": ("enc = net.r", Cell("enc = nope()", finished=False), "enc.append(7)"),
+    "exec by a function on some ranks": (
+        "def ex(c): exec(c, globals())",
+        Cell("ex('net.freeze()')", everywhere=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_some_ranks_or_a_failed_cell_did_by_a_detour_is_refused(case: str) -> None:
+    with pytest.raises(WorkloadError):
+        sliced(*BEGINNING, "net = Net(rows)", *REFUSED[case])

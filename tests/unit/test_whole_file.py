@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_nb.shared.state_file import written_whole
+from gpumem_nb.shared.state_file import why_kept, written_whole
 
 
 def write(path: Path, text: bytes) -> None:
@@ -48,6 +48,12 @@ def test_a_link_stays_one_and_the_file_that_it_leads_to_is_written(tmp_path: Pat
     assert (tmp_path / "first").is_symlink()
     assert (tmp_path / "second").is_symlink()
     assert os.listdir(tmp_path / "elsewhere") == ["real"]
+
+
+def test_a_device_is_no_empty_file_that_may_be_replaced(tmp_path: Path) -> None:
+    assert "Choose another file name" in why_kept(Path(os.devnull), b"ours", "a script")
+    (tmp_path / "empty").touch()
+    assert why_kept(tmp_path / "empty", b"ours", "a script") == ""
 
 
 def _umask() -> int:

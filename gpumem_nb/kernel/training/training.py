@@ -100,6 +100,11 @@ class Training:
         """Return whether training goes on until it is paused."""
         return self._state.wanted_steps > 0
 
+    @property
+    def plays_on(self) -> bool:
+        """Return whether it does so without a number of steps to reach."""
+        return self._state.wanted_steps == math.inf
+
     def waiting_for(self) -> list[int]:
         """Return the ranks that have not answered the oldest chunk."""
         return calls[0].pending() if (calls := self.under_way()) else []
