@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...internals.torch_internals import forget_scaler, version
+from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
 from ..copies import Shelf, host_copy, overwrite, quick_checksum
@@ -258,13 +259,14 @@ class UpdateUndo:
     def __init__(self, params: Iterable[Tensor], optimizer: Optimizer, hooks: ForwardUndo | None = None) -> None:
         self._hooks, self._optimizer = hooks, optimizer
         self._weights = KeptWeights(params)
-        state = PythonState(lambda: (optimizer,))
-        self._kept = state.take()
-        held = (*self._kept.tensors, *state.weights(), *state.buffers())
+        places = PythonState(lambda: (optimizer,))
+        self._kept = places.take()
+        held = (*self._kept.tensors, *places.weights(), *places.buffers())
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
         tensors = {id(tensor): tensor for _, tensor in held if id(tensor) not in trained}
-        whole = (tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_meta)
-        self._tensors = [(tensor, host_copy(tensor)) for tensor in whole]
+        state = set(map(id, tensors_in(list(optimizer.state.values()))))  # which must be kept, or the update is refused
+        kept = (one for one in tensors.values() if can_be_filled(one) or id(one) in state)
+        self._tensors = [(tensor, host_copy(tensor)) for tensor in kept]
 
     def undo(self) -> None:
         """Put everything back, bit for bit; state that was not there before is dropped.
