@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -125,24 +126,36 @@ def test(tier: str) -> int:
     unit = pytest(tier, *TWO_PROCESSES, "tests/unit", "tests/test_wheel.py")
     codes = [
         run(pytest(tier, "tests/browser"), env=environment),
-        *side_by_side(pytest(tier, "tests/notebook"), lint_too, environment),
-        *side_by_side(pytest(tier, "tests/cluster"), unit, environment),
+        run(pytest(tier, "tests/notebook"), env=environment),
+        *side_by_side(pytest(tier, "tests/cluster"), [unit, lint_too], environment),
     ]
     return max(map(abs, codes))  # negative: ended by a signal
 
 
-def side_by_side(shown: list[str], other: list[str], environment: dict[str, str]) -> list[int]:
-    """Run two commands at once, and print what the second one said when both are done."""
+def side_by_side(shown: list[str], others: list[list[str]], environment: dict[str, str]) -> list[int]:
+    """Run a command beside others, which follow one another, and print what these said when all are done."""
     said = VENV / "beside.log"
-    print("$ {}   (beside; its output comes below, and is in {})".format(" ".join(other[1:]), said), flush=True)
+    for other in others:
+        print("$ {}   (beside; its output comes below, and is in {})".format(" ".join(other[1:]), said), flush=True)
+    codes: list[int] = []
     with said.open("wb") as log:
-        beside = subprocess.Popen(other, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+        def follow() -> None:
+            for other in others:
+                codes.append(
+                    subprocess.run(
+                        other, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+                    ).returncode
+                )
+
+        beside = threading.Thread(target=follow)
+        beside.start()
         try:
-            code = run(shown, env=environment)
+            codes.append(run(shown, env=environment))
         finally:
-            beside.wait()
+            beside.join()
     print(said.read_text(errors="replace"), flush=True)
-    return [code, beside.returncode]
+    return codes
 
 
 def pytest(tier: str, *tests: str) -> list[str]:

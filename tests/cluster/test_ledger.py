@@ -147,6 +147,7 @@ def test_a_recorded_step_is_undone(two_ranks: Session, fresh: Callable[..., Sess
         assert [phase for phase in dict.fromkeys(phases) if phase in order] == order
 
 
+@pytest.mark.full
 def test_a_step_that_is_recorded_may_run_out_of_memory(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "text-gpt", **GPT)
     session.set(ledger_steps=1)

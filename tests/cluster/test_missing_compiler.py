@@ -12,6 +12,7 @@ from gpumem_nb.shared.errors import SetupError
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.full
 def test_a_start_without_a_compiler_names_it_and_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "/nonexistent/c++")

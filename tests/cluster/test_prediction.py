@@ -189,6 +189,7 @@ line, endless, nearness = nn.Linear(1, 1), Endless(), nn.MSELoss()
 """
 
 
+@pytest.mark.full
 def test_what_was_predicted_to_fit_is_named_when_memory_runs_out(own: Session) -> None:
     own.run("images = images * 16")
     own.attach(model="mixed", loss="criterion", data="images")

@@ -224,6 +224,7 @@ def test_a_rank_that_refuses_later_leaves_what_was_loaded_too(two_ranks: Session
     assert session.train(1).steps == 1
 
 
+@pytest.mark.full
 def test_who_stops_waiting_for_a_rank_that_refuses_later_is_told_what_the_first_one_said(
     two_ranks: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

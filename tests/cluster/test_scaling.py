@@ -33,6 +33,7 @@ def session(four_ranks: Session) -> Iterator[Session]:
     four_ranks.run(f"watched.remove(), {SEEN}")
 
 
+@pytest.mark.full
 def test_steps_are_taken_by_so_many_ranks_alone_and_training_goes_on_as_if_nothing_had_been(session: Session) -> None:
     before, steps = weights(session), session.history.steps
     told: list[str] = []

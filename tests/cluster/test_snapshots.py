@@ -135,6 +135,7 @@ def test_taking_them_changes_no_loss(two_ranks: Session) -> None:
     assert run(1) == run("never")
 
 
+@pytest.mark.full
 def test_a_restart_of_living_ranks_loses_nothing(two_ranks: Session) -> None:
     session = two_ranks
     attach_own(session)
