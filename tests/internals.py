@@ -252,12 +252,15 @@ def forget_cells(session: Session) -> None:
 
 
 def put_back(names: Iterable[str]) -> str:
-    """Code that undoes ``after_each_step``, and deletes the rank's variables but for those of these names."""
+    """Code that undoes ``after_each_step``, deletes all variables but those of these names, and sets rank and size."""
     return f"""
 from gpumem_nb.engine.step.trainer import Trainer
 Trainer._step = getattr(Trainer._step, "__wrapped__", Trainer._step)
 for _name in {{*globals()}} - {set(names)!r}:
     del globals()[_name]
+_link = __import__("gpumem_nb.engine.link.communicator", fromlist=["here"]).here()
+rank, size = _link.rank, _link.size  # which a cell may have used for something else
+del _link
 __import__("gc").unfreeze()
 {COLLECT}
 """
