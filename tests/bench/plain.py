@@ -83,9 +83,9 @@ def measure(step: Callable[[], None], steps: int, samples_per_step: int, device:
     began = 0.0
     for index in range(steps):
         if index == skipped:
-            began = _now(device)
+            began = now(device)
         step()
-    seconds = _now(device) - began
+    seconds = now(device) - began
     return {"samples_per_s": (steps - skipped) * samples_per_step / seconds, "seconds": seconds, "steps": steps}
 
 
@@ -107,7 +107,8 @@ def run(
             break
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """The clock, when the device is done with what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -29,33 +29,21 @@ LARGE = {"width": 1024, "depth": 24, "heads": 16, "sequence_length": 512}  # 303
 SMALL = {"width": 32, "depth": 2, "heads": 2, "sequence_length": 32}
 # The same training without the toolkit, in the same process, with a model of its own.
 PLAIN_LOOP = """
+from tests.bench import plain as _bench
+
 def _plain(workload, batch_size, precision, steps):
-    import contextlib, time, torch
-    from torch.utils.data import DataLoader
-    kind = device.type
-    wait = torch.cuda.synchronize if kind == "cuda" else (lambda: None)
     net = workload.model().to(device).train()
-    opt = workload.optimizer(net.parameters()) if workload.optimizer else torch.optim.AdamW(net.parameters(), lr=1e-3)
-    data = iter(())
-    dataset = workload.data()
-    def batches():
-        while True:
-            yield from DataLoader(dataset, batch_size=batch_size, shuffle=True, drop_last=True)
-    data = batches()
+    optimizer = _bench.OPTIMIZERS["adamw"](net.parameters(), 1e-3)
+    batches = _bench.batches(workload.data(), batch_size, rank=0, size=1)
     took = []
-    for step in range(steps):
-        wait()
-        began = time.perf_counter()
-        batch = [one.to(device) for one in next(data)]
-        with torch.autocast(kind, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
-            loss = workload.loss(net, batch)
+    for _ in range(steps):
+        began = _bench.now(device)
+        with _bench.autocast(precision, device):
+            loss = workload.loss(net, _bench.to_device(next(batches), device))
         loss.backward()
-        opt.step()
-        opt.zero_grad()
-        wait()
-        took.append(time.perf_counter() - began)
-    del net, opt, loss, batch
-    torch.cuda.empty_cache() if kind == "cuda" else None
+        optimizer.step()
+        optimizer.zero_grad()
+        took.append(_bench.now(device) - began)
     return took
 """
 
@@ -123,6 +111,7 @@ def speed(bench: Bench) -> None:
                     name: float(frame[name].median()) for name in frame if name.endswith("_s") and name != "time_s"
                 }
                 [took] = session.run(f"_plain(_workload, {bench.batch_size}, {precision!r}, {bench.steps})")
+                session.run("torch.cuda.empty_cache()")
                 plain += took[2:]
             bench.say(
                 "speed",
