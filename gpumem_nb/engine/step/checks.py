@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn, strided
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
@@ -42,7 +43,7 @@ def check_modules(module: nn.Module) -> None:
     """Refuse a module that would do something else on ranks than it says.
 
     Raises:
-        WorkloadError: it has a ``SyncBatchNorm``, an embedding with ``max_norm``, or layers of Keras.
+        WorkloadError: it has a ``SyncBatchNorm``, an embedding with ``max_norm``, or parts of Keras or ``torch.jit``.
     """
     for name, one in module.named_modules():
         where = name or "the model itself"
@@ -57,6 +58,11 @@ def check_modules(module: nn.Module) -> None:
                 f"{type(one).__name__} ({where}) has max_norm={one.max_norm:g}: its forward shortens the rows that a "
                 "rank looks up, so the ranks' weights come apart. Leave max_norm out, and penalise long rows in the "
                 "loss instead, or normalise what the embedding returns."
+            )
+        if isinstance(one, torch.jit.ScriptModule):
+            raise WorkloadError(
+                f"{one.original_name} ({where}) was compiled by torch.jit: what its forward changes could not be put "
+                "back when a step is undone. Use the module that it was made of; torch.compile may compile it."
             )
         if any(kind.__module__.partition(".")[0] in _KERAS for kind in type(one).__mro__):
             raise WorkloadError(
