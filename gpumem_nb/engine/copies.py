@@ -29,9 +29,17 @@ def host_copy(tensor: Tensor) -> Tensor:
     return host.view(tensor.dtype).as_strided(tensor.shape, _strides(tensor)).copy_(tensor.detach())
 
 
+def refill(tensor: Tensor, content: Tensor) -> None:
+    """Let a tensor hold ``content``, whatever shape and type it was given meanwhile; autograd learns nothing of it."""
+    if (tensor.shape, tensor.dtype) == (content.shape, content.dtype):
+        overwrite(tensor.data, content)
+    else:
+        tensor.data = content.to(tensor.device, copy=True)
+
+
 def overwrite(tensor: Tensor, content: Tensor) -> None:
     """Write ``content`` into a tensor of the same shape, also into an expanded one, whose elements share memory."""
-    with torch.no_grad():
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0 and tensor.size(dim) > 1:
                 tensor, content = tensor.narrow(dim, 0, 1), content.narrow(dim, 0, 1)

@@ -26,7 +26,7 @@
 - The CUDA allocator's history (``torch.cuda.memory._record_memory_history``, ``_dump_snapshot``), which torch documents
   as it is, underscore and all.
 
-What is called for each tensor or operator is a plain attribute getter, as fast as the attribute.
+What is called for each tensor or operator is as fast as the attribute.
 """
 
 from __future__ import annotations
@@ -72,9 +72,6 @@ FILES_AROUND_MODES = tuple(str(_TORCH / name) for name in ("_dynamo", "_compile.
 address: Callable[[Tensor | torch.UntypedStorage], int] = attrgetter("_cdata")
 """Where the C++ object of a tensor or storage lies: the same for every Python object of it, while it lives."""
 
-version: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor, or another view of its storage, has been changed in place."""
-
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor of which one is a view, also where no graph is made; that lives as long as the view."""
 
@@ -96,6 +93,17 @@ MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has for torch's own use."""
 
 
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor, or another view of its storage, has been changed in place; 0 where torch counts none.
+
+    It does not in ``torch.inference_mode()``.
+    """
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
 def made_anew(module: nn.Module) -> set[str]:
     """Return the attributes that torch's own ``weight_norm`` and ``spectral_norm`` compute before each forward."""
     hooks = module._forward_pre_hooks.values()
@@ -104,7 +112,8 @@ def made_anew(module: nn.Module) -> set[str]:
 
 def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Do not count changes made to these tensors inside: the caller takes them back."""
-    guard: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(tensors))
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    guard: AbstractContextManager[None] = _unsafe_preserve_version_counter(counted)
     return guard
 
 

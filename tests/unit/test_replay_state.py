@@ -264,6 +264,30 @@ class Recursive(Plain):
         return cast(Tensor, self(y, depth - 1)) if depth else y.exp()
 
 
+class Making(Plain):
+    """Makes a layer in its first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+        return torch.tanh(cast(Tensor, self.dropout(self.late(super().forward(x)))))
+
+
+class Masked(Plain):
+    """Gives masks beside its output, of types that cannot count, and keeps what no forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = np.ones(WIDTH, dtype=np.float32)
+        self.table.setflags(write=False)
+        with torch.inference_mode():
+            self.inferred = torch.ones(WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        y = torch.tanh(super().forward(x[0] if isinstance(x, tuple) else x) + self.inferred)
+        return y, y > 0, torch.ones(2, dtype=torch.uint16)
+
+
 class Flagged(Plain):
     """What somebody sets on the block before each call."""
 
@@ -285,6 +309,7 @@ def one_thread() -> Iterator[None]:
 KINDS: list[Callable[[], nn.Module]] = [
     Plain, OldSpectral, Spectral, OldWeightNorm, WeightNorm, BatchNorm, Rebound, InPlace, Late, Alternating, OnClass,
     Remembering, Slotted, Recurrent, Rolling, Global, Hooked, OwnCheckpoint, Reentrant, Recursive, Flagged,
+    Making, Masked,
 ]  # fmt: skip
 
 
@@ -303,7 +328,7 @@ class Net(nn.Module):
                 if isinstance(block, Flagged):
                     block.scale = x.detach().mean() + number + round_
                 x = block(x)
-        return x
+        return x[0] if isinstance(x, tuple) else x
 
 
 def run(kind: Callable[[], nn.Module], mode: str | None) -> list[Any]:

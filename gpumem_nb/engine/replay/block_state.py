@@ -17,6 +17,7 @@ from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
+from ..copies import refill
 from ..random_state import RandomState
 from ..undo.changing import Changing, Key, can_be_filled
 from ..undo.python_state import PythonSnapshot, PythonState
@@ -164,7 +165,8 @@ def _sample(tensor: Tensor) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     indices = torch.arange(0, tensor.numel(), max(1, tensor.numel() // _ELEMENTS), device=tensor.device)
     places = torch.unravel_index(indices, tensor.shape) if tensor.dim() else ()
-    return tensor.detach()[places].abs().double()
+    sample = tensor.detach()[places]
+    return sample.abs().double() if sample.is_complex() else sample.double().abs()
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -282,7 +284,7 @@ def undone_afterwards(calls: list[Seen]) -> Iterator[None]:
             yield
         finally:
             for tensor, content in zip(tensors, contents, strict=True):
-                tensor.data.copy_(content)
+                refill(tensor, content)
             for one in taken:
                 one.put_back()
             standing.put_back()

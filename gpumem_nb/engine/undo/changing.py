@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.parameter import UninitializedTensorMixin
 
 from ...internals.torch_internals import version
-from ..copies import host_copy, overwrite
+from ..copies import host_copy, refill
 
 Key = tuple[int, str]
 """Where a tensor is bound: the id of a mapping, a name in it, and places in what is bound there: ``latest.0``."""
@@ -48,9 +50,9 @@ class Before:
         return self.content is not None and not torch.equal(self.tensor.detach().to(self.content.device), self.content)
 
     def put_back(self) -> None:
-        """Let the tensor hold what it held, by way of ``data``: autograd learns nothing of it."""
+        """Let the tensor hold what it held."""
         if self.content is not None and (self.fresh or self.was_changed):
-            overwrite(self.tensor.data, self.content)
+            refill(self.tensor, self.content)
 
 
 @dataclass(slots=True)
@@ -123,9 +125,16 @@ class Changing:
 def can_be_filled(tensor: Tensor) -> bool:
     """Return whether a tensor's content can be copied and put back: an ordinary, dense one with its own memory."""
     return (
-        type(tensor) in (Tensor, nn.Parameter)
+        _has_memory(type(tensor))
         and tensor.layout is torch.strided
         and not tensor.is_meta
         and tensor.numel() > 0
         and all(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     )
+
+
+@cache
+def _has_memory(kind: type[Tensor]) -> bool:
+    """Return whether tensors of this type hold their content themselves, and not in tensors inside of them."""
+    # Tensors inside of others are worked on by a dispatch of the class's own.
+    return kind.__torch_dispatch__ == Tensor.__torch_dispatch__ and not issubclass(kind, UninitializedTensorMixin)

@@ -15,7 +15,7 @@ from ...internals.torch_internals import forget_scaler, version
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
-from ..copies import Shelf, host_copy, overwrite, quick_checksum
+from ..copies import Shelf, host_copy, quick_checksum, refill
 from ..random_state import RandomState
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
 from .python_state import PythonSnapshot, PythonState, each
@@ -55,7 +55,7 @@ class ForwardUndo:
 
     def _put_buffers_back(self) -> None:
         for buffer, content in self._buffers:
-            overwrite(buffer.data, content)
+            refill(buffer, content)
 
 
 class ForwardState:
@@ -203,7 +203,7 @@ class KeptWeights:
             WorkloadError: a weight that was not copied is another now.
         """
         self.watch_no_more()
-        each(partial(_put_weight_back, weight, content) for weight, content in self._copied)
+        each(partial(refill, weight, content) for weight, content in self._copied)
         self.missed += [weight for weight, before in self._summed if quick_checksum(weight) != before]
         for weight in self.missed:
             raise _written_unseen("weight", weight)
@@ -214,13 +214,6 @@ def _written_unseen(what: str, tensor: Tensor) -> WorkloadError:
         f"The model's forward wrote a large {what}, of shape {tuple(tensor.shape)}, that was not copied before; from "
         "now on it is. To begin with weights that no undone step has written, load them again."
     )
-
-
-def _put_weight_back(weight: Tensor, content: Tensor) -> None:
-    if weight.shape == content.shape:
-        overwrite(weight.data, content)
-    else:
-        weight.data = content.to(weight.device)
 
 
 class WrittenByForward:
@@ -274,6 +267,6 @@ class UpdateUndo:
         What one part raises stops no other, and is raised when all are done.
         """
         hooks = (self._hooks.undo,) if self._hooks else ()
-        contents = (partial(overwrite, tensor.detach(), content) for tensor, content in self._tensors)
+        contents = (partial(refill, tensor, content) for tensor, content in self._tensors)
         scaler = partial(forget_scaler, self._optimizer)
         each((*hooks, self._weights.put_back, *self._kept.parts(), *contents, scaler))
