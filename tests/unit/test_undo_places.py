@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,138 @@ def test_containers_in_classes_objects_and_functions_are_put_back(kind: Callable
         undo.undo()
         assert told() == before
         net(torch.ones(2, WIDTH))
+
+
+class Program:
+    """Stands for its own variables, as in a notebook."""
+
+    calls = 0
+
+
+helpers: Any = ModuleType("helpers_of_a_notebook")
+exec("calls = 0\ndef count():\n    global calls\n    calls += 1", vars(helpers))
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Everywhere(nn.Module):
+    """Counts where a class, a class of variables, a module and the functions in its own ones keep something."""
+
+    meter, array = Meter(), np.zeros(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.program = Program
+        self.table = np.zeros(2)
+        self.table.setflags(write=False)
+
+    @staticmethod
+    def far() -> None:
+        SEEN["x"].append(1)
+
+    @property
+    def scale(self) -> int:
+        SEEN["y"].append(1)
+        return 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meter.calls += 1
+        self.array += 1
+        Program.calls += 1
+        helpers.count()
+        self.far()
+        [SEEN["z"].append(number) for number in range(2)]
+        return cast(Tensor, self.linear(x)) * self.scale
+
+
+def test_what_classes_their_functions_and_modules_of_ones_own_keep_is_put_back() -> None:
+    net, lists = Everywhere(), ("x", "y", "z")
+    SEEN.update({name: [] for name in lists})
+
+    def told() -> list[Any]:
+        lengths = [len(SEEN[name]) for name in lists]
+        return [net.meter.calls, int(net.array[0]), Program.calls, helpers.calls, *lengths]
+
+    state = ForwardState([net], loss)
+    for _ in range(2):
+        before = told()
+        undo = ForwardUndo(state)
+        net(torch.ones(2, WIDTH))
+        assert all(now > then for now, then in zip(told(), before, strict=True))
+        undo.undo()
+        assert told() == before
+        net(torch.ones(2, WIDTH))
+
+
+class Marked(Tensor):
+    """A tensor by another name."""
+
+
+def inferred() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+@torch.inference_mode()
+def fill_inferred(net: Any) -> None:
+    net.kept.add_(1)
+
+
+TENSORS: dict[str, tuple[Callable[[], Tensor], Callable[[Any], Any]]] = {
+    "of a class of one's own": (lambda: torch.zeros(3).as_subclass(Marked), lambda net: net.kept.add_(1)),
+    "of inference mode": (inferred, fill_inferred),
+    "that grows": (
+        lambda: torch.zeros(3),
+        lambda net: setattr(net.kept, "data", torch.ones(len(net.kept) + 1)),
+    ),
+    "that is resized": (lambda: torch.zeros(3), lambda net: net.kept.resize_(len(net.kept) + 1).fill_(1)),
+    "of another type": (lambda: torch.zeros(3), lambda net: setattr(net.kept, "data", net.kept.data.double() + 1)),
+}
+
+
+@pytest.mark.parametrize("as_buffer", [False, True], ids=["an attribute", "a buffer"])
+@pytest.mark.parametrize("what", TENSORS)
+def test_a_tensor_is_put_back(what: str, as_buffer: bool) -> None:
+    make, change = TENSORS[what]
+
+    class Keeping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                change(self)
+            return super().forward(x)
+
+    net: Any = Keeping(WIDTH, WIDTH)
+    if as_buffer:
+        net.register_buffer("kept", make())
+    else:
+        net.kept = make()
+    state = ForwardState([net], loss)
+    for _ in range(2):
+        before, kind = net.kept.tolist(), net.kept.dtype
+        undo = ForwardUndo(state)
+        net(torch.ones(2, WIDTH))
+        assert net.kept.tolist() != before
+        undo.undo()
+        assert (net.kept.tolist(), net.kept.dtype) == (before, kind)
+
+
+def test_modules_and_weights_that_forward_makes_are_gone_when_it_is_undone() -> None:
+    class Making(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "late"):
+                self.late, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(1))
+            return cast(Tensor, self.late(super().forward(x))) * self.gain
+
+    net = Making(WIDTH, WIDTH)
+    undo = ForwardUndo(ForwardState([net], loss))
+    first = net(torch.ones(2, WIDTH))
+    undo.undo()
+    assert [name for name, _ in net.named_parameters()] == ["weight", "bias"]
+    assert torch.equal(net(torch.ones(2, WIDTH)), first)
 
 
 @pytest.mark.parametrize("mask", [torch.eye(4).to_sparse(), torch.empty(3, device="meta")], ids=["sparse", "meta"])

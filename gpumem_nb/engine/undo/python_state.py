@@ -72,7 +72,7 @@ class PythonSnapshot:
 
     def __init__(self, found: Reachable) -> None:
         self._found = found
-        self.linked = list(chain.from_iterable(map(dict.values, found.links)))
+        self.linked = list(chain.from_iterable(map(dict.values, chain(found.children, found.hooks))))
         self._contents: list[Any] = [place.read() for place in found.places]
         self._rich = [
             index
@@ -89,7 +89,7 @@ class PythonSnapshot:
                     self._sort(place.key, name, value)
                 else:
                     self.followed.append(value)
-        self._buffers = [dict(named) for named in found.buffers]
+        self._in_modules = [dict(named) for named in _in_modules(found)]
         self._arrays = [array.copy() for array in found.arrays]
         self._drawn = list(map(_drawn, found.generators))
 
@@ -115,7 +115,7 @@ class PythonSnapshot:
 
         for index in self._rich:
             self._contents[index] = mapped(self._contents[index])
-        self._buffers = [mapped(named) if named else named for named in self._buffers]
+        self._in_modules = [mapped(named) if named else named for named in self._in_modules]
 
     def differing(self, later: PythonSnapshot) -> set[str]:
         """Return the names of plain values that are others by then; a container is told by its length."""
@@ -140,7 +140,7 @@ class PythonSnapshot:
         """Yield what :meth:`put_back` does, one thing after the other."""
         for place, content in zip(self._found.places, self._contents, strict=True):
             yield from place.put_back(content)
-        for named, before in zip(self._found.buffers, self._buffers, strict=True):
+        for named, before in zip(_in_modules(self._found), self._in_modules, strict=True):
             yield from Items(named, (0, "")).put_back(before)
         yield from map(partial, [np.copyto] * len(self._arrays), self._found.arrays, self._arrays)
         for generator, drawn in zip(self._found.generators, self._drawn, strict=True):
@@ -160,6 +160,10 @@ def each(parts: Iterable[Callable[[], Any]]) -> None:
                 first.add_note(f"besides: {type(error).__name__}: {error}")
     if first is not None:
         raise first
+
+
+def _in_modules(found: Reachable) -> Iterator[dict[str, Any]]:
+    return chain[dict[str, Any]](found.buffers, found.weights, found.children)
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:

@@ -42,12 +42,10 @@ class _Missing:
 
 _MISSING = _Missing()
 _VALUES = (bool, int, float, complex, str, bytes, frozenset, range, slice, type(None))
-_THINGS = (_Missing, type, ModuleType, BuiltinFunctionType, torch.Size, torch.dtype, torch.device, torch.layout)
+_THINGS = (_Missing, ModuleType, BuiltinFunctionType, torch.Size, torch.dtype, torch.device, torch.layout)
 SCALARS = frozenset({*_VALUES, *_THINGS, *np.sctypeDict.values()})
 """Types of values in which there is nothing to look for: they are bound anew, not changed."""
 PLAIN = SCALARS | {Tensor, nn.Parameter}
-_COUNTED = (bool, int, float, type(None), Tensor)
-
 _OTHERS_CARE = (Optimizer, LRScheduler, Dataset, DataLoader, random.SystemRandom)
 _DEPTH, _OBJECT, _CONTAINER = 27, 7, 1  # so three objects deep, and six containers in each place
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
@@ -144,8 +142,8 @@ class Reachable:
 
     Attributes:
         places: where values may be bound anew, or be added.
-        buffers, weights: the dicts in which modules keep those.
-        links: those in which modules keep each other and their hooks.
+        buffers, weights, children: the dicts in which modules keep those.
+        hooks: those in which modules keep what is called around their forward and backward.
         generators: of random numbers, outside the global ones.
         arrays: NumPy's, of those that are small.
     """
@@ -154,7 +152,8 @@ class Reachable:
         self.places: list[Names | Items] = []
         self.buffers: list[dict[str, Tensor | None]] = []
         self.weights: list[dict[str, Tensor | None]] = []
-        self.links: list[dict[Any, Any]] = []
+        self.children: list[dict[str, nn.Module | None]] = []
+        self.hooks: list[dict[Any, Any]] = []
         self.generators: list[Any] = []
         self.arrays: list[Any] = []
         self._seen: dict[Any, Any] = {}  # with the things themselves: an id says something only while they live
@@ -171,6 +170,9 @@ class Reachable:
         """Look into one value, which is bound or lies where ``key`` says."""
         if type(value) in PLAIN or id(value) in self._seen or depth <= 0 or isinstance(value, _OTHERS_CARE):
             return
+        if isinstance(value, type):
+            self._class(value)
+            return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
             self._module(value, depth)
@@ -182,7 +184,7 @@ class Reachable:
         elif isinstance(value, GENERATORS):
             self.generators.append(value)
         elif isinstance(value, np.ndarray):
-            self.arrays += [value] if value.nbytes <= SMALL_BYTES else []
+            self.arrays += [value] if value.nbytes <= SMALL_BYTES and value.flags.writeable else []
         else:
             self._object(value, depth, key)
 
@@ -195,7 +197,7 @@ class Reachable:
             self._elements((value.func, *value.args, *value.keywords.values()), depth, key)
         elif _is_open(type(value)):
             self._class(type(value))
-            if isinstance(names := getattr(value, "__dict__", None), dict):
+            if isinstance(names := _Attributes(value)["__dict__"], dict):
                 self._names(names, names, depth - _OBJECT, id(value), frozenset())
             self._names(_Attributes(value), _slots(type(value)), depth - _OBJECT, id(value))
 
@@ -206,7 +208,8 @@ class Reachable:
             own_hooks = hooks_of(module)
             self.buffers.append(buffers_by_name(module))
             self.weights.append(weights_by_name(module))
-            self.links += [children_by_name(module), *own_hooks]
+            self.children.append(children_by_name(module))
+            self.hooks += own_hooks
             self._class(type(module))
             left = MODULES_OWN | made_anew(module)
             names = [name for name in vars(module) if name not in left]
@@ -256,11 +259,16 @@ class Reachable:
             self._names(vars(function), vars(function), depth, id(function), frozenset())
         if function.__code__.co_filename.startswith(_INSTALLED):
             return
-        known = function.__globals__
-        used = (name for name in _globals_used(function.__code__) if name in known)
-        new = [name for name in used if (id(known), name) not in self._seen]
+        self._globals(function.__globals__, *_used(function.__code__), depth)
+
+    def _globals(self, known: dict[str, Any], used: Iterable[str], used_of_modules: Iterable[str], depth: int) -> None:
+        """Look into variables of a module, and of modules of the user's own among these."""
+        new = [name for name in used if name in known and (id(known), name) not in self._seen]
         self._seen.update(((id(known), name), None) for name in new)
         self._names(known, new, depth, id(known))
+        for module in (known[name] for name in new if isinstance(known[name], ModuleType)):
+            if module.__name__.partition(".")[0] not in _CLOSED and _is_own(module):
+                self._globals(vars(module), used_of_modules, used_of_modules, depth)
 
     def _class(self, kind: type) -> None:
         """Look into what instances share, such as a counter on the class, and into what its forward reaches."""
@@ -273,17 +281,30 @@ class Reachable:
             self._class(base)
         shared = []
         for name, value in list(vars(kind).items()):
-            if isinstance(value, FunctionType):
-                self._follow(value, _DEPTH - _CONTAINER, (id(kind), name))
-            elif not name.startswith("__") and (type(value) in _COUNTED or isinstance(value, CONTAINERS + GENERATORS)):
+            if hasattr(type(value), "__get__"):
+                self._elements(_behind(value), _DEPTH - _CONTAINER, (id(kind), name))
+            elif not name.startswith("__"):
                 shared.append(name)
         self._names(_Attributes(kind), shared, _OBJECT - 1, id(kind))
 
 
+def _behind(attribute: Any) -> tuple[Any, ...]:
+    """Return the functions by which a class computes an attribute, or what else stands there."""
+    if isinstance(attribute, property):
+        return attribute.fget, attribute.fset
+    if isinstance(attribute, staticmethod | classmethod):
+        return (attribute.__func__,)
+    computed = isinstance(attribute, functools.cached_property | functools.partialmethod)
+    return (attribute.func,) if computed else (attribute,)
+
+
 @functools.lru_cache(maxsize=4096)
-def _globals_used(code: CodeType) -> tuple[str, ...]:
-    used = {str(step.argval) for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS}
-    return tuple(sorted(used))
+def _used(code: CodeType) -> tuple[list[str], list[str]]:
+    """Return the names of globals, and all names, that code uses, and functions and comprehensions in it."""
+    variables = {str(step.argval) for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS}
+    inner = [_used(one) for one in code.co_consts if isinstance(one, CodeType)]
+    names = set(code.co_names)
+    return sorted(variables.union(*(one for one, _ in inner))), sorted(names.union(*(one for _, one in inner)))
 
 
 def elements_of(container: Any) -> Any:
@@ -322,14 +343,17 @@ class _Cell:
 
 
 class _Attributes:
-    """The attributes of a class, or the slots of an object, as a mapping; whatever a class says of setting them."""
+    """The attributes of a class, or the slots of an object, as a mapping; whatever a class says of that."""
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
         self._kind: Any = type if isinstance(thing, type) else object
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self._thing, name, _MISSING)
+        try:
+            return self._kind.__getattribute__(self._thing, name)
+        except AttributeError:
+            return _MISSING
 
     def __setitem__(self, name: str, value: Any) -> None:
         if value is _MISSING:
@@ -353,10 +377,10 @@ def _package(thing: Any) -> str:
     return str(thing.__module__).partition(".")[0]
 
 
-def _is_own(kind: type) -> bool:
-    """Return whether this class is the user's own, and not of an installed package."""
+def _is_own(thing: type | ModuleType) -> bool:
+    """Return whether this class or module is the user's own, and not of an installed package."""
     try:
-        return not inspect.getfile(kind).startswith(_INSTALLED)
+        return not inspect.getfile(thing).startswith(_INSTALLED)
     except (OSError, TypeError):  # of a notebook's cell
         return True
 
