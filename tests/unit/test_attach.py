@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "max_norm of bags": (lambda: nn.EmbeddingBag(4, 2, max_norm=0.5), r"EmbeddingBag \(the model itself\)"),
     "Keras": (lambda: nn.Sequential(Dense(4, 2)), r"Dense \(0\) is a Keras layer.* torch.nn modules"),
     "torch.jit": (
-        lambda: nn.Sequential(torch.jit.trace(nn.Linear(4, 2), torch.ones(1, 4))),  # type: ignore[no-untyped-call]
+        lambda: nn.Sequential(torch.jit.trace(nn.Linear(4, 2), torch.ones(1, 4))),
         r"Linear \(0\) was compiled by torch.jit",
     ),
     "accelerate's precision": (

@@ -116,7 +116,7 @@ class Everywhere(nn.Module):
         Program.calls += 1
         helpers.count()
         self.far()
-        [SEEN["z"].append(number) for number in range(2)]
+        assert [SEEN["z"].__iadd__([number]) for number in range(2)]
         return cast(Tensor, self.linear(x)) * self.scale
 
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...internals.torch_internals import version
 from ..copies import host_copy, refill
@@ -18,6 +18,7 @@ Key = tuple[int, str]
 """Where a tensor is bound: the id of a mapping, a name in it, and places in what is bound there: ``latest.0``."""
 
 SMALL_BYTES = 2**16
+_LAZY = (UninitializedBuffer, UninitializedParameter)
 _OFTEN = 2  # times: what was bound anew or changed so often is taken to be so every time
 
 
@@ -137,4 +138,4 @@ def can_be_filled(tensor: Tensor) -> bool:
 def _has_memory(kind: type[Tensor]) -> bool:
     """Return whether tensors of this type hold their content themselves, and not in tensors inside of them."""
     # Tensors inside of others are worked on by a dispatch of the class's own.
-    return kind.__torch_dispatch__ == Tensor.__torch_dispatch__ and not issubclass(kind, UninitializedTensorMixin)
+    return kind.__torch_dispatch__ == Tensor.__torch_dispatch__ and not issubclass(kind, _LAZY)
