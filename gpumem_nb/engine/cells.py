@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import Any
 
-from ..internals.ipykernel_internals import outside_of_event_loop
+from ..internals.ipykernel_internals import with_running_loop
 
 MOST_SOURCES = 200
 """Of so many cells the lines are kept: functions of older ones show in tracebacks without them."""
@@ -47,9 +47,18 @@ def execute(source: str, title: str, variables: dict[str, Any]) -> Any:
     codes = [compile(tree, title, "exec", _FLAGS, dont_inherit=True)]  # not with this module's future features
     if isinstance(last, ast.Expr):
         codes.append(compile(ast.Expression(last.value), title, "eval", _FLAGS, dont_inherit=True))
+    loop = _loop_of_cells()
     if any(map(_awaits, codes)):
-        return _awaited(_run_all(codes, variables))
-    return [eval(code, variables) for code in codes][-1]
+        return _awaited(_run_all(codes, variables), loop)
+    with with_running_loop(loop):  # which gets the tasks that the code creates, for a later cell to await
+        return [eval(code, variables) for code in codes][-1]
+
+
+def _loop_of_cells() -> asyncio.AbstractEventLoop:
+    """Return the event loop that only cells use: the engine's own is busy with this request."""
+    global _loop
+    _loop = _loop or asyncio.new_event_loop()
+    return _loop
 
 
 async def _run_all(codes: list[CodeType], variables: dict[str, Any]) -> Any:
@@ -74,18 +83,15 @@ def ends_with_semicolon(source: str) -> bool:
     return source.encode().splitlines()[line - 1][column:].lstrip().startswith(b";")
 
 
-def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Wait for a coroutine, on an event loop that only cells use: the engine's own is busy with this request."""
-    global _loop
-    _loop = _loop or asyncio.new_event_loop()
-    with outside_of_event_loop():
-        task = _loop.create_task(coroutine)
+def _awaited(coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> Any:
+    with with_running_loop(None):
+        task = loop.create_task(coroutine)
         try:
-            return _loop.run_until_complete(task)
+            return loop.run_until_complete(task)
         finally:
             if task.cancel():  # interrupted
                 with suppress(asyncio.CancelledError):
-                    _loop.run_until_complete(task)
+                    loop.run_until_complete(task)
 
 
 def remember(source: str, title: str) -> None:

@@ -39,10 +39,13 @@ def speak_for_no_request(kernel: Any) -> None:
 
 
 @contextmanager
-def outside_of_event_loop() -> Iterator[None]:
-    """Inside, another event loop can be run than the kernel's, which waits for this request."""
+def with_running_loop(loop: asyncio.AbstractEventLoop | None) -> Iterator[None]:
+    """Inside, this event loop counts as the one that runs, not the kernel's, which waits for this request.
+
+    With ``None`` no loop does, so that another one can be run.
+    """
     kernels = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
+    asyncio._set_running_loop(loop)
     try:
         yield
     finally:

@@ -67,13 +67,20 @@ def test_a_cell_may_await_and_tasks_live_on_in_the_next() -> None:
             cells.execute("await task", "<code 2>", variables),
             cells.execute("[x async for x in numbers()]", "<code 3>", variables | {"numbers": numbers}),
             cells.execute("1 + 1", "<code 4>", variables),
+            cells.execute("task = asyncio.create_task(work())", "<code 5>", variables),
+            cells.execute("await task", "<code 6>", variables),
         ]
         assert asyncio.get_running_loop() is engines
         return found
 
     engines = asyncio.new_event_loop()
-    assert engines.run_until_complete(as_an_engine()) == [None, 3, [1, 2], 2]
+    assert engines.run_until_complete(as_an_engine()) == [None, 3, [1, 2], 2, None, 3]
     engines.close()
+
+
+def test_a_cell_cannot_run_an_event_loop_as_in_a_notebook() -> None:
+    with pytest.raises(RuntimeError, match="cannot be called from a running event loop"):
+        cells.execute("asyncio.run(None)", "<code>", {"asyncio": asyncio})
 
 
 async def numbers() -> AsyncIterator[int]:

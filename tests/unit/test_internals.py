@@ -235,7 +235,7 @@ def set_thread_parent() -> None:
 @checks("ipykernel", "asyncio._set_running_loop")
 def running_loop() -> None:
     async def other() -> int:
-        with ipykernel_internals.outside_of_event_loop():
+        with ipykernel_internals.with_running_loop(None):
             return asyncio.run(asyncio.sleep(0, 3))
 
     must(asyncio.run(other()) == 3, "no other loop runs")
