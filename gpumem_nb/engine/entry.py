@@ -28,7 +28,7 @@ from ..shared.errors import GpumemError, text_of
 from . import cells, plain_process, surroundings
 from .cells import attached_names
 from .link import pulse, signals
-from .link.signals import held_back, interruptible
+from .link.signals import handlers_kept, held_back, interruptible
 
 _DOORS = {__file__, cells.__file__, str(Path(__file__).with_name("packing.py"))}
 _DOORS |= {base_events.__file__, futures.__file__}  # of a cell that awaits
@@ -122,7 +122,10 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
                 print(note)
         if result == "value" or value is None:
             return value
-        return None if cells.ends_with_semicolon(source) else repr(value)
+        if cells.ends_with_semicolon(source):
+            return None
+        with interruptible():  # what is shown may be computed for it
+            return repr(value)
 
     return _answer(run, CELL)
 
@@ -160,7 +163,7 @@ def _answer(work: Callable[[], Any], what: str) -> bytes:
     message = request_under_way(vars(sys.modules["__main__"])["get_ipython"]())
     if what == CELL:
         plain_process.cell_begins(message)
-    with pulse.request(what, message):
+    with pulse.request(what, message), handlers_kept() if what in _OF_USER_CODE else nullcontext():
         numbers = import_module("gpumem_nb.engine.random_state").RandomState.take() if what == CELL else None
         try:
             with held_back():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from IPython.core.events import EventManager, available_events
 from gpumem_nb.cluster.calls import Call
 from gpumem_nb.engine import entry, surroundings
 from gpumem_nb.engine.cells import attached_names
+from gpumem_nb.engine.link import signals
 from gpumem_nb.engine.surroundings import Surrounded
 from gpumem_nb.shared.errors import RankError, WorkloadError
 
@@ -43,6 +45,27 @@ def test_a_cell_gives_its_value_or_its_representation() -> None:
     assert read(entry.run_cell("x = 3", "<code 3>", "text", memory=False)) is None
     assert read(entry.run_cell("x;  # quietly", "<code 4>", "text", memory=False)) is None
     assert read(entry.run_cell("x;", "<code 5>", "value", memory=False)) == 3
+
+
+def test_what_a_cell_shows_can_be_interrupted_while_it_is_computed() -> None:
+    slow = "class Slow:\n    def __repr__(self):\n        press()\n        return 'not interrupted'\nSlow()"
+    sys.modules["__main__"].press = lambda: signal.raise_signal(signal.SIGINT)  # type: ignore[attr-defined]
+    before = signal.signal(signal.SIGINT, signals._on_signal)
+    try:
+        with pytest.raises(RankError, match="KeyboardInterrupt"):
+            read(entry.run_cell(slow, "<code>", "text", memory=False))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("end", ["", "; 1 / 0"])
+def test_a_signal_that_a_cell_handles_in_its_own_way_is_a_ranks_again_after_it(number: str, end: str) -> None:
+    cell = f"import signal; signal.signal(signal.{number}, signal.SIG_IGN); heard = signal.getsignal(signal.{number})"
+    before = signal.getsignal(signal.Signals[number])
+    entry.run_cell(cell + end, "<code>", "value", memory=False)
+    assert sys.modules["__main__"].heard is signal.SIG_IGN  # type: ignore[attr-defined]
+    assert signal.getsignal(signal.Signals[number]) is before
 
 
 def test_what_ipython_does_after_a_cell_is_done_also_after_one_that_failed(capsys: pytest.CaptureFixture[str]) -> None:

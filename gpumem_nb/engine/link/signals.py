@@ -15,6 +15,7 @@ from typing import Any
 
 from ...internals.ipykernel_internals import leave_interrupts_alone
 
+NUDGE = signal.SIGUSR1
 _pending = False
 _interruptible = False
 
@@ -65,6 +66,21 @@ def held_back() -> Iterator[None]:
         _pending = False
 
 
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Inside, code may handle interrupts and nudges in its own way; afterwards they are handled as before.
+
+    IPython's kernel does the same for interrupts, before each cell.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, NUDGE)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # of C code
+                signal.signal(number, handler)
+
+
 def _on_signal(number: int, frame: FrameType | None) -> None:
     global _pending
     _pending = True
@@ -79,7 +95,6 @@ def _raise_pending() -> None:
         raise KeyboardInterrupt
 
 
-NUDGE = signal.SIGUSR1
 _received = 0
 
 
