@@ -18,7 +18,7 @@ from ..shared import snapshot_folder, state_file
 from ..shared.errors import ClusterDied, GpumemError, Interrupted, InvalidInput, StateFileError, WorkloadError
 from ..shared.messages import SnapshotOrder
 from ..shared.settings import Settings
-from ..shared.units import checked_seed
+from ..shared.units import check_names, checked_seed
 from ..shared.workload import Workload, WorkloadInfo
 from ..workloads import catalog
 from . import compatibility
@@ -78,6 +78,7 @@ class Loading(AsksRanks):
 
     def attach(self, names: dict[str, str | None], seed: int | str | None) -> WorkloadInfo:
         """Train objects that live on the ranks."""
+        check_names(names, needed=("model", "data"))
         origin = self._origin
 
         def attached(info: WorkloadInfo) -> None:

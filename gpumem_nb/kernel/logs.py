@@ -198,8 +198,8 @@ class Logs:
             InvalidInput: an unknown kind, a target that cannot be written, or one that is written already.
         """
         kind = to or ("jsonl" if target.endswith(".jsonl") else "tensorboard")
-        if kind not in TARGETS:
-            raise InvalidInput(f"Nothing can be logged to {kind!r}: {nearest(kind, TARGETS)}.")
+        if not isinstance(kind, str) or kind not in TARGETS:
+            raise InvalidInput(f"Nothing can be logged to {kind!r}: {nearest(str(kind), TARGETS)}.")
         place = place_of(target, kind)
         if any((log.place, log.to) == (place, kind) and not log.problem for log in self._all):
             raise InvalidInput(f"{target} is logged to already. %hvd_log {target} --stop ends that.")

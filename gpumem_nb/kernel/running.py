@@ -12,7 +12,7 @@ import cloudpickle
 from ..cluster.calls import Call
 from ..cluster.ranks import Posted
 from ..shared.errors import GpumemError, InvalidInput, WorkloadError
-from ..shared.units import RankChoice, choose_ranks
+from ..shared.units import RankChoice, checked_seconds, choose_ranks, is_variable
 from .cluster import AsksRanks, Cluster
 
 
@@ -34,7 +34,7 @@ class Running(AsksRanks):
         """Run code, or any function, on ranks; its results in rank order.
 
         Raises:
-            InvalidInput: neither code nor a function, or code that is not Python.
+            InvalidInput: neither code nor a function, code that is not Python, or a time-out that is none.
             RankError: it failed on a rank.
         """
         if isinstance(code_or_function, str):
@@ -54,10 +54,14 @@ class Running(AsksRanks):
         """Define variables on ranks.
 
         Raises:
-            InvalidInput: a name that is none.
+            InvalidInput: no mapping, or a name that is none.
         """
+        if not isinstance(variables, Mapping):
+            raise InvalidInput(
+                f"A {type(variables).__name__} cannot be pushed: give values by name, such as {{'x': 1}}."
+            )
         for name in variables:
-            if not isinstance(name, str) or not name.isidentifier():
+            if not is_variable(name):
                 raise InvalidInput(f"{name!r} is not a variable name.")
         pickled(variables, "The value")
         everywhere = self._are_all(choose_ranks(ranks, self._all.size))
@@ -86,7 +90,7 @@ class Running(AsksRanks):
         ``title`` gets a number of its own, so that a traceback shows this code's lines and no other's.
 
         Raises:
-            InvalidInput: the code is not Python.
+            InvalidInput: the code is not Python, or a time-out that is none.
             RankError: it failed on a rank.
         """
         self._foreground.tell_surroundings()
@@ -94,7 +98,10 @@ class Running(AsksRanks):
         try:
             compile(source, title, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except SyntaxError as error:
-            raise InvalidInput(f"The code has a syntax error in line {error.lineno}: {error.msg}.") from None
+            where = f" in line {error.lineno}" if error.lineno else ""
+            raise InvalidInput(f"The code has a syntax error{where}: {error.msg}.") from None
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"This is not source code ({error}). Give Python code as text.") from None
         chosen = choose_ranks(ranks, self._all.size)
 
         def ran(call: Call) -> None:
@@ -123,7 +130,8 @@ class Running(AsksRanks):
             self._history.model_may_have_changed()
             self._foreground.mark_notes(call)
 
-        return self._foreground.finish(post, timeout, over, show)
+        timeout_s = None if timeout is None else checked_seconds("timeout", timeout, 60)
+        return self._foreground.finish(post, timeout_s, over, show)
 
 
 def pickled(value: Any, what: str) -> bytes:

@@ -14,7 +14,7 @@ from ..shared.answers import Progress
 from ..shared.errors import InvalidInput
 from ..shared.knobs import additional
 from ..shared.messages import RankConfig
-from ..shared.units import parse_size
+from ..shared.units import checked_seconds, parse_size
 from .running import pickled
 
 __all__ = ["DEVICES", "LAUNCHERS", "Plan", "others", "plan"]
@@ -67,8 +67,7 @@ def plan(
         StartError: there is no GPU, and one was asked for.
     """
     start_by = launcher_named(launcher)
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
-        raise InvalidInput(f"timeout={timeout!r} cannot be used: it must be a number of seconds above 0, such as 120.")
+    timeout_s = checked_seconds("timeout", timeout, 120)
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
         raise InvalidInput(f"threads={threads!r} cannot be used: it must be a whole number of at least 1, such as 2.")
     limit = None if memory_limit is None else parse_size(memory_limit)
@@ -81,7 +80,7 @@ def plan(
     size = sum(host.ranks for host in places) or here
     most = max((host.ranks for host in places), default=size)  # on one host
     each = threads or max(1, processes.cores() // most)
-    return Plan(size, kind, limit, each, float(timeout), places, start_by)
+    return Plan(size, kind, limit, each, timeout_s, places, start_by)
 
 
 def others(device: str) -> list[str]:

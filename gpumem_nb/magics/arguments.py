@@ -46,7 +46,7 @@ def magic(*, cell: bool = False, read: Read = plain) -> Callable[[Callable[..., 
         @wraps(method)
         def run(magics: Magics, line: str, *cells: str) -> Any:
             try:
-                return method(magics, read(run, line), *cells)
+                return method(magics, _read(read, run, line), *cells)
             except (InvalidInput, NoSession) as error:
                 raise UsageError(str(error)) from None
             except UsageError as error:
@@ -56,6 +56,13 @@ def magic(*, cell: bool = False, read: Read = plain) -> Callable[[Callable[..., 
         return declared
 
     return declare
+
+
+def _read(read: Read, magic: Callable[..., Any], line: str) -> argparse.Namespace:
+    try:
+        return read(magic, line)
+    except ValueError:  # IPython's, as it splits the line
+        raise UsageError(f"A quotation mark is opened and not closed: {line}") from None
 
 
 def _with_what_is_allowed(message: str, name: str, magics: Magics) -> str:

@@ -12,6 +12,7 @@ from ..install.environment import check
 from ..kernel.starting import DEVICES, LAUNCHERS
 from ..session import Session, current, start
 from ..shared.errors import InvalidInput, nearest
+from ..shared.units import is_variable
 from ..ui.cells import CellOutput, progress_bar
 from .arguments import Offered, intermixed, magic, pair, pairs, shell_of
 
@@ -97,7 +98,7 @@ class RanksMagics(Magics):
     @argument("--memory", action="store_true", help="report what the cell does to memory: peak, categories, leftovers")
     def hvd(self, args: Namespace, cell: str) -> None:
         """Run the cell on the ranks; output appears by rank while it runs, the first error at once."""
-        if args.out and not args.out.isidentifier():
+        if args.out and not is_variable(args.out):
             raise InvalidInput(f"--out {args.out!r} is not a variable name.")
         if before := self._latest:
             before.add_late()

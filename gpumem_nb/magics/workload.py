@@ -21,7 +21,14 @@ class WorkloadMagics(Magics):
 
     @magic()
     @argument("name", help="digits-resnet, digits-separable, text-gpt, or a variable that holds a Workload")
-    @argument("pairs", nargs="*", type=pair, metavar="key=value", help="seed=, and options of a ready-made workload")
+    @argument(
+        "pairs",
+        nargs="*",
+        default=(),
+        type=pair,
+        metavar="key=value",
+        help="seed=, and options of a ready-made workload",
+    )
     def hvd_load(self, args: Namespace) -> None:
         """Load a workload on all ranks, where model and optimizer then name what is trained, unless you hold them."""
         own = shell_of(self).user_ns.get(args.name)

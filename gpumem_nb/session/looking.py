@@ -21,7 +21,9 @@ from ..report.sync import SyncReport
 from ..report.waits import WaitReport
 from ..report.written import TraceFile
 from ..shared.answers import Progress
+from ..shared.errors import InvalidInput
 from ..shared.messages import Timeline
+from ..shared.units import check_names
 
 
 class ReportsState:
@@ -115,8 +117,9 @@ class ReportsState:
 
         Raises:
             WorkloadError: nothing is loaded and nothing is named, or a variable holds something else.
-            InvalidInput: ``data`` without ``model``.
+            InvalidInput: ``data`` without ``model``, or what is not the name of a variable.
         """
+        check_names({"model": model, "data": data})
         return self._life.cluster.inspection.sync(model, data)
 
     def scaling(
@@ -200,7 +203,7 @@ class ReportsState:
             InvalidInput: an unknown kind, a package that is not installed, or a target that cannot be written.
         """
         self._life.foreground.check_alive()
-        return self._life.logs.begin(os.fspath(target), to, self._life.history.settings_now())
+        return self._life.logs.begin(_place(target), to, self._life.history.settings_now())
 
     def stop_logging(self, target: str | os.PathLike[str] | None = None) -> None:
         """Write what there is and end one log, or all of them.
@@ -208,4 +211,10 @@ class ReportsState:
         Raises:
             InvalidInput: nothing is logged there.
         """
-        self._life.logs.stop(None if target is None else os.fspath(target))
+        self._life.logs.stop(None if target is None else _place(target))
+
+
+def _place(target: str | os.PathLike[str]) -> str:
+    if not isinstance(target, str | os.PathLike):
+        raise InvalidInput(f"{target!r} is not a place to log to: give text or a path, such as 'log.jsonl'.")
+    return os.fsdecode(target)

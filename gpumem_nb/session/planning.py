@@ -24,7 +24,7 @@ class PredictsSettings:
 
     _life: Lifecycle
 
-    def predict(self, **knobs: Any) -> Prediction:
+    def predict(self, /, **knobs: Any) -> Prediction:
         """Return what the present settings with these changes would need, and whether it fits the rank with least room.
 
         Found by small steps on all ranks that are undone; training goes on afterwards.
@@ -35,7 +35,7 @@ class PredictsSettings:
         """
         return self._life.cluster.predicting.predict(knobs)
 
-    def largest_batch(self, **knobs: Any) -> int:
+    def largest_batch(self, /, **knobs: Any) -> int:
         """Return the largest ``batch_size`` that fits every rank with these changes, error included; 0 if none does.
 
         Raises:
@@ -64,7 +64,7 @@ class PredictsSettings:
         """
         return self._life.history.foreseen.get(self._life.training.settings if settings is None else settings)
 
-    def peaks_by_batch(self, **knobs: Any) -> dict[int, int]:
+    def peaks_by_batch(self, /, **knobs: Any) -> dict[int, int]:
         """Return what the caching allocator would reserve on the rank that needs most, in bytes, by ``batch_size``.
 
         A few sizes around the present one, or the one that is given, halved and doubled.

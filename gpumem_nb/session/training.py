@@ -31,7 +31,7 @@ class TrainsWorkload:
         """Return what the session does by itself: after an out-of-memory error, when ranks stall, when it is idle."""
         return self._life.policy
 
-    def set(self, **knobs: Any) -> Settings:
+    def set(self, /, **knobs: Any) -> Settings:
         """Change knobs; while training, from the next chunk on. Rules of :attr:`policy` change at once.
 
         Raises:

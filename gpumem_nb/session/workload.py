@@ -12,7 +12,7 @@ from ..kernel.lifecycle import Lifecycle
 from ..kernel.questions.exporting import Exporting
 from ..report.written import ExportedScript, Snapshots, StateFile
 from ..shared.answers import Progress
-from ..shared.units import RankChoice
+from ..shared.units import RankChoice, check_names
 from ..shared.workload import Splits, Workload, WorkloadInfo
 
 
@@ -87,7 +87,7 @@ class HoldsWorkload:
                 default.
 
         Raises:
-            InvalidInput: a seed that cannot be used.
+            InvalidInput: a seed that cannot be used, or what is not the name of a variable.
             WorkloadError: there is no such variable, or what it holds cannot be trained.
             RankError: its code failed on a rank.
         """
@@ -193,7 +193,8 @@ class HoldsWorkload:
             timeout: seconds to wait; no limit by default.
 
         Raises:
-            InvalidInput: neither code nor a function, a syntax error in the code, or ranks that do not exist.
+            InvalidInput: neither code nor a function, a syntax error in the code, no number of seconds, or ranks that
+                do not exist.
             WorkloadError: the function or its arguments cannot be sent to the ranks.
             RankError: code failed on a rank, or gave what cannot be read here (an object of a class that only the ranks
                 can import); raised as soon as the first one failed (``Stalled`` if that was because other ranks did
@@ -233,7 +234,7 @@ class HoldsWorkload:
         """Define variables on the ranks, all of them by default.
 
         Raises:
-            InvalidInput: a name that cannot be a variable's, or ranks that do not exist.
+            InvalidInput: no mapping, a name that cannot be a variable's, or ranks that do not exist.
             WorkloadError: a value that cannot be sent to the ranks.
             RankError: a value that a rank cannot receive, for example because a module is missing there.
         """
@@ -243,8 +244,9 @@ class HoldsWorkload:
         """Return the values of a variable, in rank order. Tensors on a GPU come back on the CPU, see :meth:`run`.
 
         Raises:
-            InvalidInput: ranks that do not exist.
+            InvalidInput: what is not a name, or ranks that do not exist.
             WorkloadError: there is no such variable on a rank.
             RankError: a value that cannot be sent, or that cannot be read here.
         """
+        check_names({"name": name}, needed=("name",))
         return self._life.foreground.call("pull", name, ranks=ranks)

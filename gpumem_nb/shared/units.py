@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
-from numbers import Integral
+from keyword import iskeyword
+from numbers import Integral, Real
 from typing import Any
 
 from .errors import InvalidInput
@@ -89,6 +91,35 @@ def checked_seed(value: Any) -> int:
     if not 0 <= seed <= LARGEST_SEED:
         raise InvalidInput(f"seed={value!r} cannot be used: it must be a whole number from 0 to {LARGEST_SEED}.")
     return seed
+
+
+def checked_seconds(name: str, value: Any, example: int) -> float:
+    """Return a finite number of seconds above 0 given for ``name``; ``InvalidInput`` says what is allowed."""
+    seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+    if not 0 < seconds < math.inf:
+        raise InvalidInput(
+            f"{name}={value!r} cannot be used: it must be a number of seconds above 0, such as {example}."
+        )
+    return seconds
+
+
+def is_variable(name: object) -> bool:
+    """Return whether a variable can have this name."""
+    return isinstance(name, str) and name.isidentifier() and not iskeyword(name)
+
+
+def check_names(names: Mapping[str, Any], needed: Collection[str] = ()) -> None:
+    """Check what is given in place of names of variables on the ranks; ``None`` where none of ``needed`` is given.
+
+    Raises:
+        InvalidInput: one is not text, such as the object itself.
+    """
+    for role, name in names.items():
+        if not isinstance(name, str) and (name is not None or role in needed):
+            raise InvalidInput(
+                f"{role}= must be the name of a variable on the ranks, as text such as 'net'; this is of type "
+                f"{type(name).__name__}. Define the variable in a %%hvd cell first."
+            )
 
 
 RankChoice = str | int | Sequence[int] | None

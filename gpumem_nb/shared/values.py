@@ -107,7 +107,7 @@ class Values:
     def __init__(self, **values: Any) -> None:
         object.__setattr__(self, "_changed", self._with({}, values))
 
-    def replace(self, **values: Any) -> Self:
+    def replace(self, /, **values: Any) -> Self:
         """Return a copy with some values changed; an unknown name raises ``InvalidInput`` with the nearest one."""
         return _restored(type(self), self._with(self._changed, values))
 

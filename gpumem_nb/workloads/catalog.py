@@ -196,7 +196,7 @@ def find(name: str) -> Entry:
     return CATALOG[name]
 
 
-def make(name: str, **options: Any) -> Workload:
+def make(name: str, /, **options: Any) -> Workload:
     """Return the workload called ``name``, sized by ``options``; unknown names and values raise ``InvalidInput``."""
     entry = find(name)
     return entry.build(name, entry.values(options))

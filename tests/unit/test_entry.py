@@ -49,7 +49,7 @@ def test_a_cell_gives_its_value_or_its_representation() -> None:
 
 def test_what_a_cell_shows_can_be_interrupted_while_it_is_computed() -> None:
     slow = "class Slow:\n    def __repr__(self):\n        press()\n        return 'not interrupted'\nSlow()"
-    sys.modules["__main__"].press = lambda: signal.raise_signal(signal.SIGINT)  # type: ignore[attr-defined]
+    vars(sys.modules["__main__"])["press"] = lambda: signal.raise_signal(signal.SIGINT)
     before = signal.signal(signal.SIGINT, signals._on_signal)
     try:
         with pytest.raises(RankError, match="KeyboardInterrupt"):
@@ -64,7 +64,7 @@ def test_a_signal_that_a_cell_handles_in_its_own_way_is_a_ranks_again_after_it(n
     cell = f"import signal; signal.signal(signal.{number}, signal.SIG_IGN); heard = signal.getsignal(signal.{number})"
     before = signal.getsignal(signal.Signals[number])
     entry.run_cell(cell + end, "<code>", "value", memory=False)
-    assert sys.modules["__main__"].heard is signal.SIG_IGN  # type: ignore[attr-defined]
+    assert vars(sys.modules["__main__"])["heard"] is signal.SIG_IGN
     assert signal.getsignal(signal.Signals[number]) is before
 
 

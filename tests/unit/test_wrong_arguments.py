@@ -1,0 +1,98 @@
+"""What cannot be used is refused in one sentence, before anything is asked of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+from gpumem_nb.kernel.loading import Loading
+from gpumem_nb.kernel.logs import Logs
+from gpumem_nb.kernel.running import Running
+from gpumem_nb.kernel.starting import plan
+from gpumem_nb.magics import MAGICS
+from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.workloads import catalog
+
+
+@pytest.fixture
+def session() -> Session:
+    """A session without ranks, which notes what it asks of them."""
+    cluster, life = MagicMock(), MagicMock()
+    cluster.ranks.size = 2
+    life.running, life.loading, life.foreground = Running(cluster), Loading(cluster), cluster.foreground
+    life.logs = Logs(lambda text: None)
+    made = Session.__new__(Session)
+    made._life = life
+    return made
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda s: s.run("1", timeout="5"), "^timeout='5' cannot be used: it must be a number of seconds above 0"),
+        (lambda s: s.run(max, 1, 2, timeout=float("nan")), "^timeout=nan cannot be used"),
+        (lambda s: s.run("1", timeout=True), "^timeout=True cannot be used"),
+        (lambda s: s.run_cell("1", timeout=0), "^timeout=0 cannot be used"),
+        (lambda s: s.run("x = '\ud800'"), "^This is not source code "),
+        (lambda s: s.run("1\0"), "syntax error: |^This is not source code "),
+        (lambda s: s.run_cell(5), "^This is not source code "),
+        (lambda s: s.push(["a"]), "^A list cannot be pushed: give values by name"),
+        (lambda s: s.push({"class": 1}), "^'class' is not a variable name"),
+        (lambda s: s.pull(["net"]), "^name= must be the name of a variable on the ranks, as text.*of type list"),
+        (lambda s: s.attach(object(), "data"), "^model= must be the name of a variable.*of type object"),
+        (lambda s: s.attach("net", None), "^data= must be the name of a variable.*of type NoneType"),
+        (lambda s: s.attach("net", "data", loss=print), "^loss= must be the name of a variable"),
+        (lambda s: s.check_sync(object()), "^model= must be the name of a variable"),
+        (lambda s: s.log_to(5), "^5 is not a place to log to"),
+        (lambda s: s.log_to("a", to=5), "^Nothing can be logged to 5"),
+        (lambda s: s.stop_logging(5), "^5 is not a place to log to"),
+    ],
+)
+def test_a_call_is_refused_before_ranks_are_asked(
+    session: Session, call: Callable[[Session], object], sentence: str
+) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        call(session)
+    session._life.foreground.finish.assert_not_called()  # type: ignore[attr-defined]
+    session._life.foreground.call.assert_not_called()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("timeout", ["5", float("inf"), float("nan"), True, -1])
+def test_a_start_takes_seconds(timeout: Any) -> None:
+    with pytest.raises(InvalidInput, match="must be a number of seconds above 0, such as 120"):
+        plan(2, timeout=timeout, progress=lambda what, done: None)
+
+
+def test_no_option_is_taken_for_a_parameter_of_ours() -> None:
+    with pytest.raises(InvalidInput, match="'name'"):
+        catalog.make("digits-resnet", name=3)
+    with pytest.raises(InvalidInput, match="'self'"):
+        catalog.make("digits-resnet", self=3)
+
+
+def _magic(name: str) -> Callable[..., Any]:
+    shell = InteractiveShell.instance()
+    (found,) = (getattr(magics(shell), name) for magics in MAGICS if hasattr(magics, name))
+    return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["hvd_save", "hvd_predict", "hvd_runs", "hvd_check"])
+def test_a_quotation_mark_that_is_not_closed_is_misuse(name: str) -> None:
+    with pytest.raises(UsageError, match="A quotation mark is opened and not closed: 'a b"):
+        _magic(name)("'a b")
+
+
+def test_what_is_missing_is_named_and_no_more() -> None:
+    with pytest.raises(UsageError, match=r"required: name$"):
+        _magic("hvd_load")("")
+
+
+def test_a_word_of_pythons_is_not_a_variable_for_results() -> None:
+    with pytest.raises(UsageError, match="--out 'class' is not a variable name"):
+        _magic("hvd")("--out class", "1")
