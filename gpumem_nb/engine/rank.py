@@ -297,12 +297,13 @@ def runs_in(path: str) -> bytes:
 
 
 def resume_apply(after_restart: bool) -> WorkloadInfo:
-    """Second phase, once the first went well on all ranks."""
-    global _checked
+    """Second phase, once the first went well on all ranks; all of them take part."""
     trainer = _loaded_trainer()
     assert _checked is not None
-    _checked.apply(trainer, after_restart)
-    resume_drop()
+    try:
+        _checked.apply(trainer, after_restart)
+    finally:
+        resume_drop()
     _offer(trainer)
     return trainer.info()
 

@@ -26,9 +26,11 @@ OWN = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
 ONES = torch.ones(2, 4)
 
 
-def attached(model: Any, forward: Any = loss, optimizer: Any = None) -> Trainer:
+def attached(model: Any, forward: Any = loss, optimizer: Any = None, scheduler: Any = None) -> Trainer:
     own = None if optimizer is None else lambda params: optimizer
-    return Trainer(Workload("anybodys", lambda: model, rows, forward, optimizer=own), stream(), opened(), time.time())
+    steers = None if scheduler is None else lambda optimizer: scheduler
+    workload = Workload("anybodys", lambda: model, rows, forward, optimizer=own, scheduler=steers)
+    return Trainer(workload, stream(), opened(), time.time())
 
 
 def told(reply: ChunkReply) -> str:

@@ -153,6 +153,42 @@ def test_an_extra_state_that_no_file_can_hold_is_refused_by_name(tmp_path: Path)
         save(trainer, tmp_path / "state")
 
 
+class Refusing(Counting):
+    """Takes back no state, as one whose form has changed since."""
+
+    def set_extra_state(self, state: Any) -> None:
+        super().set_extra_state(state)
+        raise KeyError("form")
+
+
+class RefusingScheduler(ExponentialLR):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "refused" in state:
+            raise TypeError("refused")
+        super().load_state_dict(state)
+
+
+@pytest.mark.parametrize("refuses", ["the module last", "the scheduler RefusingScheduler"])
+def test_a_state_that_the_models_own_code_refuses_changes_nothing(refuses: str, tmp_path: Path) -> None:
+    def made(seen: int, last: type[Counting] = Counting) -> tuple[Trainer, Any]:
+        model = nn.ModuleDict({"linear": nn.Linear(4, 2), "first": Counting(seen), "last": last(seen)})
+        own = SGD(model.parameters(), lr=0.1)
+        loss = lambda model, batch: model["linear"](batch[0]).sum()  # noqa: E731
+        return trainer_of(model, loss, own, RefusingScheduler(own, 0.5)), model
+
+    before, _ = made(5)
+    if refuses.startswith("the scheduler"):
+        before.live.scheduler.refused = True  # type: ignore[union-attr]
+    path = save(before, tmp_path / "state")
+    after, model = made(7, Refusing if refuses.startswith("the module") else Counting)
+    weights, rates = bits(model), after.live.scheduler.state_dict()  # type: ignore[union-attr]
+    with pytest.raises(StateFileError, match=f"cannot be resumed: {refuses} of rank 0 does not take back its state"):
+        resume(after, path)
+    assert (model["first"].seen, model["last"].seen) == (7, 7)
+    assert bits(model) == weights
+    assert after.live.scheduler.state_dict() == rates  # type: ignore[union-attr]
+
+
 def test_step_hooks_are_not_lost_silently_with_attached_objects(tmp_path: Path) -> None:
     own = SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     path = tmp_path / "attached.pickle"

@@ -148,7 +148,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, ru
                     shared["runs"] = torch.frombuffer(bytearray(runs), dtype=torch.uint8)
         except Exception as error:  # the other ranks wait for this one's part, even if it is an error message
             problem, own = str(error) if isinstance(error, StateFileError) else _unexpected(error), b""
-        parts = _gather(problem.encode() if problem else own, failed=bool(problem))
+        parts = gather(problem.encode() if problem else own, failed=bool(problem))
     for part, wrong in parts:
         if wrong:
             raise StateFileError(part.tobytes().decode())
@@ -215,8 +215,8 @@ def _own_part(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _gather(own: bytes, failed: bool) -> list[tuple[np.ndarray[Any, Any], bool]]:
-    """Every rank's bytes, and whether they are an error message."""
+def gather(own: bytes, failed: bool) -> list[tuple[np.ndarray[Any, Any], bool]]:
+    """Return every rank's bytes, and whether they are an error message. All ranks call it together."""
     prefix = len(own).to_bytes(_LENGTH_BYTES, "little") + bytes([failed])
     block = torch.from_numpy(np.frombuffer(prefix + own, dtype=np.uint8).copy())
     gathered = here().all_gather(block, "gpumem_nb.state").numpy()

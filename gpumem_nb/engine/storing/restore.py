@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...internals.torch_internals import CHAINED
 from ...memory.device import Device
 from ...shared import state_file
-from ...shared.errors import StateFileError
+from ...shared.errors import StateFileError, text_of
 from ...shared.settings import Settings
 from ..copies import overwrite
 from ..link.communicator import here
@@ -26,14 +28,14 @@ from ..step import optimizers
 from ..step.optimizer_state import Replicas, extra_states
 from ..step.rates import Course
 from ..step.trainer import Trainer
-from .capture import from_bytes, opened_random
+from .capture import from_bytes, gather, opened_random
 
 # What opening a payload raises whose bytes are as they were written, but by something else.
 _NOT_A_STATE = (LookupError, TypeError, AttributeError, ValueError, AssertionError, EOFError, pickle.UnpicklingError)
 
 
 class Checked:
-    """A file that fits the loaded workload, ready to be put in its place: from here on nothing can fail.
+    """A file that fits the loaded workload, ready to be put in its place: only the user's own code can fail from here.
 
     Raises:
         StateFileError: the file cannot be used, or is not of this workload; nothing was changed.
@@ -70,8 +72,12 @@ class Checked:
         self._optimizer = self._rebuilt(path, trainer, payload)
         own_optimizer, saved = trainer.live.own_optimizer, payload["own_optimizer"]
         self._put_own_state = self._state_for(path, own_optimizer, saved) if own_optimizer and saved else None
-        self._extra = _extra_of(path, trainer, own.get("extra", {}))
-        self._scheduler_state = _scheduler_state(path, trainer.live.scheduler, payload.get("scheduler"))
+        scheduler_state = _scheduler_state(path, trainer.live.scheduler, payload.get("scheduler"))
+        self._by_own_code = [
+            *_extra_of(path, trainer, own.get("extra", {})),
+            *_scheduler_of(trainer.live.scheduler, scheduler_state),
+        ]
+        self._path = path
         # Earlier versions did not write these.
         self._rates = payload.get("rates", {})
         self._course = Course(self.settings, self.header.ranks, payload.get("schedule_steps_done", 0))
@@ -81,29 +87,48 @@ class Checked:
             raise KeyError(min(missing))
 
     def apply(self, trainer: Trainer, after_restart: bool = False) -> None:
-        """Put it in place.
+        """Put it in place. All ranks call it together.
 
         After a restart also which weights are frozen and which modules evaluate, as cells had left it; otherwise that
         is for the code that loads the model to say.
+
+        Raises:
+            StateFileError: the user's own code refused its part on a rank; nothing was changed on any of them.
         """
+        self._run_own_code()
         frozen, evaluating = self._trained_as
         if after_restart and frozen is not None and evaluating is not None:
             trainer.live.go_on_as(frozen, evaluating)
-        for module, state in self._extra:  # first, because that runs the user's own code
-            module.set_extra_state(state)
         for name, param in trainer.live.parts.named_parameters():
             overwrite(param, self._parameters[name])
         for name, buffer in trainer.live.parts.named_buffers():
             overwrite(buffer, self._buffers[name])
         if self._put_own_state:
             self._put_own_state()
-        if trainer.live.scheduler and self._scheduler_state:
-            trainer.live.scheduler.load_state_dict(self._scheduler_state)
         trainer.live.scaler.load_state_dict(self._scaler)
         trainer.stream.go_to(self.header.position, self.header.passes, self.header.pass_began)
         trainer.stream.seed = self.header.seed
         trainer.go_on_from(self.header.steps, self.settings, self._optimizer, self._course, self._rates)
         trainer.random = self._random
+
+    def _run_own_code(self) -> None:
+        """Let modules and scheduler take back their states by their own code, on all ranks or on none."""
+        taken, problem = list[tuple[Callable[[Any], object], Any]](), ""
+        for one in self._by_own_code:
+            try:
+                taken.append((one.put, copy.deepcopy(one.get())))
+                one.put(one.state)
+            except Exception as error:  # whatever the user's code raises
+                problem = (
+                    f"{self._path} cannot be resumed: {one.name} of rank {here().rank} does not take back its state "
+                    f"({type(error).__name__}: {text_of(error)})."
+                )
+                break
+        if problems := [said.tobytes().decode() for said, wrong in gather(problem.encode(), bool(problem)) if wrong]:
+            for put, before in reversed(taken):
+                with suppress(Exception):
+                    put(before)
+            raise StateFileError(problems[0])
 
     def _rebuilt(self, path: Path, trainer: Trainer, payload: dict[str, Any]) -> Optimizer:
         """Return the optimizer that the file's settings name, complete with its state."""
@@ -153,15 +178,41 @@ def taken_back(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def _extra_of(path: Path, trainer: Trainer, saved: dict[str, Any]) -> list[tuple[nn.Module, Any]]:
-    """Modules with an extra state of their own, and what they take back."""
+@dataclass(frozen=True, slots=True)
+class _OwnState:
+    """What takes back a state by code that may be the user's own."""
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+    state: Any
+
+
+def _scheduler_of(scheduler: LRScheduler | None, state: dict[str, Any] | None) -> list[_OwnState]:
+    if scheduler is None or state is None:
+        return []
+    return [
+        _OwnState(f"the scheduler {type(scheduler).__name__}", scheduler.state_dict, scheduler.load_state_dict, state)
+    ]
+
+
+def _extra_of(path: Path, trainer: Trainer, saved: dict[str, Any]) -> list[_OwnState]:
+    """Return the modules with an extra state of their own, and what they take back."""
     here = extra_states(trainer.live.parts)
     if missing := saved.keys() ^ here.keys():
         raise StateFileError(
             f"{path} is of another model: the extra state of {min(missing)!r} is only in one of them. Load the "
             "workload that it was saved from."
         )
-    return [(here[name], state) for name, state in saved.items()]
+    return [
+        _OwnState(
+            f"the module {name or type(here[name]).__name__}",
+            here[name].get_extra_state,
+            here[name].set_extra_state,
+            state,
+        )
+        for name, state in saved.items()
+    ]
 
 
 def _check_same(path: Path, kind: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
