@@ -107,13 +107,17 @@ class Foreground:
                 self._told[thread] = before
 
     def check_alive(self) -> None:
+        """Raise what :meth:`check_ranks` does, once a resume that goes on by itself has ended."""
+        let_finish(RESUMING)
+        self.check_ranks()
+
+    def check_ranks(self) -> None:
         """Raise for ranks that are gone.
 
         Raises:
             NoSession: they were stopped.
             ClusterDied: they have ended otherwise.
         """
-        let_finish(RESUMING)
         ended = self._ended()
         if ended == "stopped":
             raise NoSession

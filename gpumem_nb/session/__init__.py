@@ -147,8 +147,11 @@ class Session(HoldsWorkload, TrainsWorkload, ReportsState, PredictsSettings):
         return write_report(self, path, progress)
 
     def interrupt(self) -> None:
-        """Interrupt what the ranks are doing: a cell raises ``KeyboardInterrupt``, a training step is discarded."""
-        self._life.foreground.check_alive()
+        """Interrupt what the ranks are doing: a cell raises ``KeyboardInterrupt``, a training step is discarded.
+
+        A state that is being put in place is finished.
+        """
+        self._life.foreground.check_ranks()
         self._life.training.interrupt()
 
     def restart(self, progress: Progress = lambda what, done: None) -> Session:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from gpumem_nb.cluster.interrupts import finish_anyway, let_finish
+from gpumem_nb.kernel.foreground import RESUMING, Foreground
+from gpumem_nb.session import Session
 
 
 def press(*_: object) -> None:
@@ -39,3 +43,22 @@ def test_a_second_interrupt_does_not_make_unfinished_work_pass_for_finished() ->
     finally:
         go_on.set()
         signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_does_not_wait_for_a_resume_that_goes_on() -> None:
+    ranks, life, go_on = MagicMock(), MagicMock(), threading.Event()
+    nothing: Any = lambda *_: ""  # noqa: E731
+    life.foreground = Foreground(ranks, MagicMock(), MagicMock(), nothing, nothing, nothing)
+    session = Session.__new__(Session)
+    session._life = life
+    resuming = threading.Thread(target=go_on.wait, name=RESUMING)
+    resuming.start()
+    try:
+        asked = threading.Thread(target=session.interrupt, daemon=True)
+        asked.start()
+        asked.join(5.0)
+        assert not asked.is_alive()
+        life.training.interrupt.assert_called_once()
+    finally:
+        go_on.set()
+        resuming.join()
