@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from ..cluster import resources
@@ -44,7 +45,9 @@ class StateFiles(AsksRanks):
         if self._training.workload is None:
             header = ready_made(source)
             self._loading.load(header.workload, header.options or {}, header.seed)
-        size = source.stat().st_size if source.exists() else 0  # the ranks say in a sentence that it is not there
+        size = 0
+        with suppress(OSError):  # the ranks say in a sentence why they cannot read it
+            size = source.stat().st_size
         header = self._loading.resume_from(source)
         return StateFile("resumed", source, size, header.steps, time.perf_counter() - began)
 

@@ -83,7 +83,7 @@ class Launcher(ABC):
 
     Raises:
         SetupError: a program that it needs is missing.
-        StartError: no folder can be made.
+        StartError: no folder can be made, or nothing be written to the user's cache.
     """
 
     engine_set: ClassVar[str]
@@ -118,7 +118,14 @@ class Launcher(ABC):
         }
         self.remote_hosts = RemoteHosts(job.hosts, self.profile, opening)
         self._cluster = ipyparallel_cluster.make(job.size, self.engine_set, self.profile)
-        self._record.write(self._record_path)
+        try:
+            self._record.write(self._record_path)
+        except OSError as error:
+            self._record.end()
+            raise StartError(
+                f"The record of the ranks could not be written ({error}). Free some disk, or set XDG_CACHE_HOME to a "
+                "folder with room, and start again."
+            ) from None
         atexit.register(self.stop)
 
     @abstractmethod
@@ -196,7 +203,8 @@ class Launcher(ABC):
                 time.sleep(0.02)
 
     def _end(self, timeout_s: float) -> None:
-        self.record_all()
+        with suppress(OSError):  # of a full disk
+            self.record_all()
         if self.client is not None:
             self.client.close(linger=0)
         self.remote_hosts.dismiss()
@@ -207,7 +215,8 @@ class Launcher(ABC):
             cluster_records.await_end(self.processes, timeout_s)
         self.remote_hosts.close()
         self._record.end()
-        self._record_path.unlink(missing_ok=True)
+        with suppress(OSError):  # of a disk that nothing can be written to any more
+            self._record_path.unlink(missing_ok=True)
         atexit.unregister(self.stop)
         self._ended = True
 

@@ -1,0 +1,77 @@
+"""A disk that is full keeps no ranks from being ended, and leaves nothing where none could be started."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_nb.cluster.launchers import base
+from gpumem_nb.cluster.launchers.base import Job, Launcher
+from gpumem_nb.shared.cluster_records import FOLDER_PREFIX, Record
+from gpumem_nb.shared.errors import StartError
+from gpumem_nb.shared.processes import identify
+
+
+class Nothing(Launcher):
+    """Starts no ranks."""
+
+    engine_set = "local"
+    starter_name = "nothing"
+
+    def settings(self, engine_arguments: list[str]) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def verdict(self) -> tuple[int, int] | None:
+        return None
+
+    def left_host(self) -> str:
+        return ""
+
+    def own_lines(self) -> str:
+        return ""
+
+
+JOB = Job(2, 1, "cpu", None, (), "")
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    made = [tmp_path / f"{FOLDER_PREFIX}{name}" for name in ("profile", "shared")]
+    for folder in made:
+        folder.mkdir()
+    monkeypatch.setattr(base, "_make_folders", lambda: tuple(made))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return made
+
+
+def test_a_start_that_cannot_be_recorded_leaves_no_folders(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Record, "write", full)
+    with pytest.raises(StartError, match=r"record of the ranks could not be written .*No space.*XDG_CACHE_HOME"):
+        Nothing(JOB)
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_ranks_are_ended_though_nothing_can_be_written(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Nothing(JOB)
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    launcher.starter = who = identify(started.pid)
+    assert who
+    monkeypatch.setattr(Record, "write", full)
+    try:
+        launcher.stop(timeout_s=0)
+        started.wait(5.0)
+        assert not who.runs
+        assert not any(folder.exists() for folder in folders)
+    finally:
+        started.kill()
