@@ -148,8 +148,9 @@ def _ended(own: Path) -> Iterator[Path]:
 
 
 def _sessions(own: Path) -> Iterator[Path]:
-    """Folders of other sessions. What was not made here, by its name, is left alone."""
-    return (folder for folder in own.parent.glob("*") if folder != own and _NAME.fullmatch(folder.name))
+    """Folders of other sessions. What was not made here, by its name, or is another user's is left alone."""
+    named = (folder for folder in own.parent.glob("*") if folder != own and _NAME.fullmatch(folder.name))
+    return (folder for folder in named if os.access(folder, os.R_OK | os.W_OK | os.X_OK))
 
 
 def _is_over(folder: Path) -> bool:

@@ -161,6 +161,23 @@ def test_those_of_this_notebook_come_first_and_the_newest_of_them(own: Path) -> 
     assert notebook_of(others) == "b.ipynb", "also after an orderly end"
 
 
+def test_a_folder_of_another_user_in_the_same_cache_is_left_alone(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, foreign = snapshot(session(own, 999999998, 7), 1), snapshot(session(own, 999999999, 7), 2)
+    exists = Path.exists
+
+    def may_look(path: Path) -> bool:
+        if path.parent == foreign.parent:
+            raise PermissionError(path)
+        return exists(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", may_look)
+        patch.setattr(os, "access", lambda path, mode: path != foreign.parent)
+        assert [one.path for one in of_all_sessions(own)] == [ended]
+        assert make_room(own, 50, 150)
+    assert (ended.exists(), foreign.exists()) == (False, True)
+
+
 def test_the_newest_stays_after_an_orderly_end_and_gives_way_to_later_sessions(own: Path) -> None:
     snapshot(own, 1)
     newest = snapshot(own, 2)

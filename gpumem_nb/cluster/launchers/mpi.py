@@ -45,8 +45,8 @@ def _library() -> Path | None:
     """Return the compiled library, built once into the user's cache."""
     key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
     target = platformdirs.user_cache_path("gpumem_nb") / "loopback" / f"loopback-{os.uname().machine}-{key}.so"
-    if not target.exists():
-        try:
+    try:
+        if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                 built = Path(folder) / target.name
@@ -54,8 +54,8 @@ def _library() -> Path | None:
                 command = [*compiler, "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(built), "-ldl"]
                 subprocess.run(command, capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=True)
                 built.replace(target)  # so that no process loads half a library
-        except (OSError, subprocess.SubprocessError):
-            return None
+    except (OSError, subprocess.SubprocessError):
+        return None
     return None if set(str(target)) & set(" :") else target  # which separate the entries of LD_PRELOAD
 
 
