@@ -28,8 +28,7 @@ ONES = torch.ones(2, 4)
 
 def attached(model: Any, forward: Any = loss, optimizer: Any = None, scheduler: Any = None) -> Trainer:
     own = None if optimizer is None else lambda params: optimizer
-    steers = None if scheduler is None else lambda optimizer: scheduler
-    workload = Workload("anybodys", lambda: model, rows, forward, optimizer=own, scheduler=steers)
+    workload = Workload("anybodys", lambda: model, rows, forward, optimizer=own, scheduler=scheduler)
     return Trainer(workload, stream(), opened(), time.time())
 
 

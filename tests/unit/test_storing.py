@@ -174,7 +174,7 @@ def test_a_state_that_the_models_own_code_refuses_changes_nothing(refuses: str, 
         model = nn.ModuleDict({"linear": nn.Linear(4, 2), "first": Counting(seen), "last": last(seen)})
         own = SGD(model.parameters(), lr=0.1)
         loss = lambda model, batch: model["linear"](batch[0]).sum()  # noqa: E731
-        return trainer_of(model, loss, own, RefusingScheduler(own, 0.5)), model
+        return trainer_of(model, loss, own, lambda own: RefusingScheduler(own, 0.5)), model
 
     before, _ = made(5)
     if refuses.startswith("the scheduler"):
