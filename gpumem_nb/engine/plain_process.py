@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import faulthandler
 import getpass
 import io
 import itertools
@@ -161,7 +162,8 @@ def _let_signals_through() -> None:
 
 
 def _handle_signals_as_usual() -> None:
-    """In a forked child: handlers of a rank would swallow what ends a plain process."""
+    """In a forked child: handlers of a rank would swallow what ends a plain process, and tell a crash as the rank's."""
+    faulthandler.disable()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):

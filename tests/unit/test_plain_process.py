@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +28,22 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signal.pthread_sigmask
 def test_a_signal_that_comes_to_a_child_at_once_ends_it(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", RANK, name], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(-signal.Signals[name]), "set()"], "and the rank itself hears signals again"
+
+
+CRASH = """
+import faulthandler, os, sys
+from gpumem_nb.engine.plain_process import make_plain
+faulthandler.enable(open(sys.argv[1], "w"))
+make_plain({})
+child = os.fork()
+if not child:
+    os.abort()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), faulthandler.is_enabled())
+"""
+
+
+def test_a_crash_of_a_child_is_not_told_as_the_ranks(tmp_path: Path) -> None:
+    told = tmp_path / "fault"
+    done = subprocess.run([sys.executable, "-c", CRASH, told], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(-signal.SIGABRT), "True"]
+    assert told.read_text() == ""
