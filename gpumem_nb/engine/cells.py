@@ -132,6 +132,13 @@ class OfferedNames:
                 self._variables[name], self._put[name] = value, weakref.ref(value)
         return [name for name, value in objects.items() if self._variables[name] is not value]
 
+    def taken_over(self) -> list[str]:
+        """Return once the names under which code has put something else of that kind since."""
+        taken_over = [name for name in self._put if name in self._variables and not self._is_ours(name)]
+        for name in taken_over:
+            del self._put[name]
+        return [name for name in taken_over if _passes(name, self._variables[name])]
+
     def withdraw(self) -> None:
         """Take away again what is still where it was put."""
         for name in self._put:
@@ -172,12 +179,16 @@ class AttachedNames:
         """Return what variables hold in place of what was attached by them, by its role."""
         other = dict[str, Any]()
         for role, (name, held) in self._held.items():
-            value, passes = variables.get(name), False
-            with suppress(Exception):  # an object may raise whatever it is asked
-                passes = role not in _PASSES_FOR or _PASSES_FOR[role](value)
-            if value is not None and value is not held and passes:
+            value = variables.get(name)
+            if value is not None and value is not held and _passes(role, value):
                 other[role] = value
         return other
+
+
+def _passes(role: str, value: Any) -> bool:
+    with suppress(Exception):  # an object may raise whatever it is asked
+        return role not in _PASSES_FOR or _PASSES_FOR[role](value)
+    return False
 
 
 attached_names = AttachedNames()
@@ -196,6 +207,6 @@ def taken(names: Sequence[str]) -> str:
     """Return what is said of names that people hold themselves."""
     listed = ", ".join(names)
     return (
-        f"Variables of your own on the ranks stay as they are: {listed}. After `del {listed}` in a %%hvd cell the next "
-        "cell finds there what is trained."
+        f"Variables of your own on the ranks, which training does not use: {listed}. After `del {listed}` in a %%hvd "
+        "cell the next cell finds there what is trained."
     )

@@ -131,10 +131,12 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
 
 
 def _replaced() -> Sequence[str]:
-    """After code of the notebook: say what variables it bound to other objects than those attached."""
-    note = attached_names.replaced(vars(sys.modules["__main__"]))
-    surroundings.here.notes += [note] if note else []
-    return [note] if note else []
+    """After code of the notebook: say what variables it bound to other objects than those trained."""
+    rank = sys.modules.get("gpumem_nb.engine.rank")
+    said = attached_names.replaced(vars(sys.modules["__main__"])), rank.taken_over() if rank else ""
+    notes = [note for note in said if note]
+    surroundings.here.notes += notes
+    return notes
 
 
 def _catch_up() -> Sequence[str]:

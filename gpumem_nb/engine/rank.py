@@ -160,6 +160,12 @@ def offer_trained() -> Iterator[object]:
     return chain(_trainer.live.parts.modules(), (as_given(_trainer.workload.loss), _trainer.stream.dataset))
 
 
+def taken_over() -> str:
+    """After code of the notebook: say which names of what is trained it has bound to something else."""
+    names = [] if _trainer is None else _names.taken_over()
+    return taken(names) if names else ""
+
+
 def loaded() -> bool:
     """Return whether there is a workload."""
     return _trainer is not None

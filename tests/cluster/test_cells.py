@@ -57,7 +57,10 @@ def test_no_load_or_flip_takes_a_variable_from_its_owner(session: Session, fresh
     session.set(optimizer="adamw")
     session.train(1)
     assert session.run(parameters) == [(info.parameters, "AdamW")] * 2
-    session.run("optimizer = mine[1]")
+    said = session.run_cell("optimizer = mine[1]").notes()
+    assert [note.partition(".")[0] for note in said] == [
+        "Variables of your own on the ranks, which training does not use: optimizer"
+    ]
     session.load("digits-resnet", **SMALL)
     assert session.run("optimizer is mine[1], model is mine[0]") == [(True, False)] * 2
     fresh(session)

@@ -47,6 +47,20 @@ def test_a_name_that_somebody_took_over_is_theirs_until_they_delete_it() -> None
     assert variables["model"] is trained
 
 
+def test_a_name_that_a_cell_takes_over_is_told_once() -> None:
+    variables: dict[str, Any] = {}
+    names, trained = OfferedNames(variables), nn.Linear(1, 1)
+    names.offer({"model": trained, "optimizer": nn.ReLU()})
+    assert names.taken_over() == []
+    variables |= {"model": nn.Linear(1, 1), "optimizer": "of another kind"}
+    assert names.taken_over() == ["model"]
+    assert names.taken_over() == []
+    del variables["model"]
+    names.offer({"model": trained})
+    assert names.taken_over() == []
+    assert "which training does not use: model" in taken(["model"])
+
+
 def test_what_is_trained_under_the_name_of_its_own_stays_when_something_else_is() -> None:
     own, other = nn.Linear(1, 1), nn.Linear(1, 1)
     variables: dict[str, Any] = {"model": own}
