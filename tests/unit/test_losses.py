@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from gpumem_nb.engine import building
 from gpumem_nb.engine.attach import as_loss, attached
+from gpumem_nb.engine.step.checks import checked_loss
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError
@@ -270,3 +271,10 @@ def test_a_criterion_that_counts_is_counted_once_when_it_is_found_out_to_be_one(
     torch.manual_seed(3)
     as_loss(criterion)(Net(), [X, Y])
     assert criterion.seen == criterion.calls == 1
+
+
+def test_gradients_that_a_cell_has_switched_off_are_named() -> None:
+    with torch.no_grad(), pytest.raises(WorkloadError, match=r"^Gradients are switched off.*set_grad_enabled\(True\)"):
+        checked_loss(Scaled()(X, Y))
+    with pytest.raises(WorkloadError, match="does not depend on the model's weights"):
+        checked_loss(torch.zeros(()))

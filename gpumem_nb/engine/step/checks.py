@@ -192,6 +192,11 @@ def checked_loss(loss: Any) -> Tensor:
             f"The loss must return one number (a scalar tensor); it returned shape {tuple(loss.shape)}. "
             "Take its mean, for example: loss.mean()."
         )
+    if not loss.requires_grad and not torch.is_grad_enabled():
+        raise WorkloadError(
+            "Gradients are switched off on this rank, so the loss depends on no weight. Switch them on again in a "
+            "%%hvd cell: torch.set_grad_enabled(True)"
+        )
     if not loss.requires_grad:
         raise WorkloadError(
             "The loss does not depend on the model's weights, so there is nothing to train. "
