@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import cloudpickle
 
-from ..internals.ipykernel_internals import request_under_way
+from ..internals.ipykernel_internals import request_under_way, shell_here
 from ..shared.answers import Answer, Apart, Raised
 from ..shared.cluster_records import fault_file
 from ..shared.errors import GpumemError, text_of
@@ -112,7 +112,7 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
         with interruptible():
             for note in _catch_up():
                 print(note)
-        events = vars(sys.modules["__main__"])["get_ipython"]().events
+        events = shell_here().events
         try:
             with interruptible(), _memory_printed() if memory else nullcontext():
                 value = cells.execute(source, title, vars(sys.modules["__main__"]))
@@ -162,7 +162,7 @@ def _memory_printed() -> Iterator[None]:
 
 
 def _answer(work: Callable[[], Any], what: str) -> bytes:
-    message = request_under_way(vars(sys.modules["__main__"])["get_ipython"]())
+    message = request_under_way(shell_here())
     if what == CELL:
         plain_process.cell_begins(message)
     with pulse.request(what, message), handlers_kept() if what in _OF_USER_CODE else nullcontext():

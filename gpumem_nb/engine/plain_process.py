@@ -16,6 +16,8 @@ import traceback
 from collections.abc import MutableMapping
 from typing import Any, NoReturn, TextIO
 
+from ..internals.ipykernel_internals import shell_here
+
 _OF_LAUNCHERS = ("OMPI_", "OPAL_", "PMIX_", "PRTE_")
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by a rank, in its own ways
 _cell: Any = None  # the message that asked for the latest one
@@ -54,6 +56,9 @@ def make_plain(variables: MutableMapping[str, Any]) -> None:
     for name in ("exit", "quit"):
         variables.pop(name, None)
         setattr(builtins, name, _Exit(name))
+    if shell := shell_here():
+        shell.ask_exit = _Exit("exit")  # which IPython's own exit and quit call: %reset brings them back
+        builtins.get_ipython = shell_here  # type: ignore[attr-defined]  # for magics, when cells delete theirs
 
 
 def cell_begins(message: Any) -> None:

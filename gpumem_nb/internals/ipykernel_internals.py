@@ -14,11 +14,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 CHECKED_WITH = ("7.4.0",)
+
+
+def shell_here() -> Any:
+    """Return the shell of this process, also where cells have deleted ``get_ipython``; ``None`` without one."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
 
 
 def request_under_way(shell: Any) -> Any:

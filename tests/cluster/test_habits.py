@@ -190,6 +190,25 @@ def test_a_cell_that_wants_to_exit_is_told_what_ends_ranks(two_ranks: Session, c
     assert "%hvd_stop" in two_ranks.run("repr(exit)")[0]
 
 
+@pytest.mark.parametrize(
+    "clears",
+    [
+        "for name in [name for name in globals() if name[0] != '_']: del globals()[name]",
+        "get_ipython().run_line_magic('reset', '-f')",
+    ],
+)
+def test_a_cell_that_clears_all_names_leaves_ranks_that_answer(two_ranks: Session, clears: str) -> None:
+    two_ranks.run("import builtins; builtins.kept = dict(globals())")
+    try:
+        two_ranks.run(clears)
+        assert two_ranks.run("get_ipython().run_line_magic('time', '1 + 1')", timeout=HANG_S) == [2, 2]
+        with pytest.raises(RankError, match=r"%hvd_stop to end all ranks"):
+            two_ranks.run("exit()", timeout=HANG_S)
+    finally:
+        two_ranks.run("globals().update(kept)")
+    assert two_ranks.run("rank", timeout=HANG_S) == [0, 1]
+
+
 @pytest.mark.full
 def test_an_exit_at_once_is_named_as_the_end_of_the_ranks() -> None:
     named = r"Rank 1 .*exit code 3.*os\._exit\(3\) was called in <code \d+>, line 2"

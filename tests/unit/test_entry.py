@@ -25,8 +25,8 @@ EVENTS = EventManager(cast(Any, None), available_events)
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What cells see, in place of an engine's."""
-    names: dict[str, Any] = {"get_ipython": lambda: SimpleNamespace(parent_header={}, events=EVENTS)}
-    module = SimpleNamespace(**names)
+    monkeypatch.setattr(entry, "shell_here", lambda: SimpleNamespace(parent_header={}, events=EVENTS))
+    module = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "__main__", module)
     return vars(module)
 
