@@ -10,9 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ..shared.questions import Cell
+from .effects import ANY, IMPORTING
 from .imports import PLOTTING, brought_by_all, imported_in, imported_inside
 from .plain import PlainCell, makes_files, plain_cell
+from .shown import READING_METHODS
 from .statements import BUILTIN, LOOKS, NOTEBOOK, Statement, statement
+from .unseen import may_call, unseen_changes
 
 OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
 """What cells find defined when the ranks start."""
@@ -38,6 +41,7 @@ class Part:
         late: names that its functions use when they are called, perhaps after it.
         acts: whether anything runs in it but definitions.
         looks: whether it only shows something.
+        unseen: whether it may call methods that change something, such as properties, without a call that is written.
     """
 
     number: int
@@ -51,6 +55,7 @@ class Part:
     late: frozenset[str] = frozenset()
     acts: bool = False
     looks: bool = False
+    unseen: bool = False
 
     @property
     def imports(self) -> frozenset[str]:
@@ -78,7 +83,10 @@ def parts_of(cells: Sequence[Cell]) -> list[Part]:
             late = {name for one in parts[-1].statements for name in one.binds_late}
             held = (held | parts[-1].binds | late) - deleted
     own = {name for part in parts for one in part.statements if not one.imports for name in one.binds}
-    return [replace(part, looks=False) for part in parts] if LOOKS & own else parts
+    trees = [ast.parse(part.plain.text) for part in parts]
+    changing = unseen_changes(trees, READING_METHODS)
+    unseen = [bool(LOOKS & own) or may_call(tree, changing) for tree in trees]
+    return [replace(part, unseen=it, looks=part.looks and not it) for part, it in zip(parts, unseen, strict=True)]
 
 
 def _brought(node: ast.stmt) -> Collection[str]:
@@ -159,7 +167,7 @@ class Relations:
         used = {name for one in statements for name in one.reads | one.late | one.binds_late}
         used |= {name for one in statements if not one.imports for name in one.binds}
         self._silent = {name for name, package in self._package.items() if self._is_others(package)} - used
-        aliasing = (one for one in statements if one.parts_of & self._package.keys())
+        aliasing = (one for one in statements if one.parts_of & (self._package.keys() | IMPORTING))
         self._aliases = {name for one in aliasing for name in one.aliases}
         self._others: dict[str, set[str]] = defaultdict(set)
         for one in statements:
@@ -205,6 +213,7 @@ class Relations:
         """Return whether a part sets, or calls for an effect, what functions and classes of these names have."""
         statements = self._parts[place].statements
         roots = {name for one in statements if one.acts for name in (one.sets | one.effects) & one.values}
+        roots |= {name for one in statements if one.effects - LOOKS for *_, name in one.gives}
         changed = self._defined.intersection(roots.union(*(self._others[name] for name in roots)))
         return not changed.isdisjoint(names)
 
@@ -237,22 +246,31 @@ class Relations:
     def _is_doubtful(self, one: Statement) -> bool:
         silent = one.imports and bool(one.binds & self._silent)
         reached = self._reach_from(one.reads) if one.acts else _Reached()
-        changed = self._settable(self._sets(one)) or (one.effects | reached.effects) & self._effective()
+        by_others = {name for name in one.effects if self._package.get(name, "") in sys.stdlib_module_names}
+        effects = one.effects | reached.effects | ({name for *_, name in one.gives} if by_others else set())
+        changed = self._settable(self._sets(one)) or effects & self._effective()
         return silent or one.reaches or reached.reaches or bool(changed and one.acts)
 
     def _effective(self) -> set[str]:
-        """Return names of what may change by being called: other packages, and torch."""
-        return {name for name, package in self._package.items() if self._is_others(package)} | {"torch"}
+        """Return names of what may change by being called: other packages, parts of them, and torch."""
+        others = {name for name, package in self._package.items() if self._is_others(package)}
+        return others | self._aliases | IMPORTING | {"torch"}
 
     def _is_others(self, package: str) -> bool:
         return package not in sys.stdlib_module_names | PLOTTING | _OURS
 
     def _sets(self, one: Statement) -> set[str]:
-        return {*one.sets} | (self._reach_from(one.reads).sets if one.acts else set())
+        reached = self._reach_from(one.reads) if one.acts else _Reached()
+        setters = [it for it in (*reached.statements, *([] if one.defines else [one])) if it.sets_given and one.acts]
+        return {*one.sets, *reached.sets} | {
+            name
+            for function, place, name in one.gives
+            if any(function not in it.binds or not it.sets_given.isdisjoint((place, ANY)) for it in setters)
+        }
 
     def _settable(self, names: Collection[str]) -> bool:
         modules = {name for name, package in self._package.items() if package not in PLOTTING | _OURS}
-        return bool((modules | {"torch"} | self._aliases) & {*names})
+        return bool((modules | {"torch"} | self._aliases | IMPORTING) & {*names})
 
     def _reach(self, part: Part) -> _Reached:
         found = self._reach_from(part.reads | {name for one in part.statements for name in one.reads})

@@ -7,6 +7,7 @@ import enum
 import linecache
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,7 @@ _PLAIN = (
     "co_kwonlyargcount",
     "co_exceptiontable",
 )
-_UNKNOWN = ast.Call | ast.Await | ast.NamedExpr | ast.Lambda | ast.comprehension | ast.Yield | ast.YieldFrom
+_UNKNOWN = ast.Call | ast.Await | ast.NamedExpr | ast.Lambda | ast.GeneratorExp | ast.Yield | ast.YieldFrom
 
 
 def is_definition_of(source: str, function: types.FunctionType, around: str) -> bool:
@@ -113,9 +114,16 @@ def is_another(node: ast.expr, value: Any, known: Mapping[str, Any]) -> bool:
         return False
     try:
         now = eval(compile(ast.Expression(node), "<an expression>", "eval"), dict(known))
-        return not (now is value or (type(now) is type(value) and bool(now == value)))
-    except Exception:  # names are gone, or it cannot be compared
+    except Exception:  # names are gone
         return True
+    return not _is_alike(now, value)
+
+
+def _is_alike(now: Any, value: Any) -> bool:
+    try:
+        return now is value or (type(now) is type(value) and bool(now == value))
+    except Exception:  # it cannot be compared
+        return False
 
 
 def other_defaults(node: ast.arguments, function: types.FunctionType, known: Mapping[str, Any]) -> Iterator[str]:
@@ -183,33 +191,83 @@ def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
         if hasattr(alias, "asname")
     }
     known = {_mangled(name, node) for name in known} | _BY_ITSELF
-    yield from (name for name in vars(value) if not (name in known or name.startswith("__")))
+    slots = {name for name, part in vars(value).items() if isinstance(part, types.MemberDescriptorType)}
+    yield from (name for name in vars(value) if not (name in known | slots or name.startswith("__")))
     names = {**globals_of(value), **vars(value)}
     bases = vars(value).get("__orig_bases__", value.__bases__)
     for base, then in zip(node.bases, bases, strict=False):
         if is_another(base, then, globals_of(value)):
             yield f"base {ast.unparse(base)}"
-    last = {_mangled(one.name, node): one for one in node.body if isinstance(one, _FUNCTION)}
+    last: dict[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda] = dict(_lambdas(node))
+    last |= {_mangled(one.name, node): one for one in node.body if isinstance(one, _FUNCTION)}
     for name, part in last.items():
         now = vars(value).get(name, _NONE)
-        if not part.decorator_list and not node.decorator_list:
+        decorators = getattr(part, "decorator_list", [])
+        if not decorators and not node.decorator_list:
             if isinstance(now, types.FunctionType) and now.__code__.co_filename == file and _is_in(now, part):
                 yield from (f"default of {argument}" for argument in other_defaults(part.args, now, names))
             elif not isinstance(now, classmethod | staticmethod):  # as some are by themselves
                 yield name
-        elif {ast.unparse(one) for one in part.decorator_list} <= {"property", "classmethod", "staticmethod"}:
-            begin = min([part.lineno, *(one.lineno for one in part.decorator_list)])
+        elif {ast.unparse(one) for one in decorators} <= {"property", "classmethod", "staticmethod"}:
+            begin = min([part.lineno, *(one.lineno for one in decorators)])
             lines = [one.__code__.co_firstlineno for one in _functions_in(now) if one.__code__.co_filename == file]
             if not any(begin <= line <= (part.end_lineno or 0) for line in lines):
                 yield name
+    for name, then in _attributes(node, value, names).items():
+        now = _as_written(_now(value, node, name), value, name)
+        alike = isinstance(now, then.kind) if isinstance(then, _Made) else _is_alike(then, now)
+        if _mangled(name, node) not in last and not isinstance(now, types.MemberDescriptorType) and not alike:
+            yield _mangled(name, node)
+
+
+def _lambdas(node: ast.ClassDef) -> Iterator[tuple[str, ast.Lambda]]:
     for one in node.body:
-        targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AnnAssign) else []
-        for target in targets:
-            name = _mangled(target.id, node) if isinstance(target, ast.Name) else ""
-            code, now = getattr(one, "value", None), _as_written(vars(value).get(name, _NONE), value, name)
-            slot = isinstance(now, types.MemberDescriptorType)
-            if name and code and name not in last and not slot and is_another(code, now, names):
-                yield name
+        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Lambda):
+            yield from ((_mangled(name.id, node), one.value) for name in one.targets if isinstance(name, ast.Name))
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a call of a class gives: one of its kind."""
+
+    kind: type
+
+
+def _attributes(node: ast.ClassDef, value: type, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the statements of a class give its attributes by now; calls are not repeated."""
+    found, inside = dict[str, Any](), dict[str, Any]()
+    for one in node.body:
+        if isinstance(one, _FUNCTION | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Expr | ast.Pass):
+            continue
+        code = ast.Assign([one.target], one.value) if isinstance(one, ast.AnnAssign) and one.value else one
+        if isinstance(code, ast.AnnAssign):
+            continue
+        parts = [*ast.walk(code)]
+        stored = {part.id for part in parts if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load)}
+        found |= dict.fromkeys(stored, _NONE)
+        try:
+            if any(isinstance(part, _UNKNOWN | ast.AugAssign) for part in parts):
+                inside |= {name: _as_written(_now(value, node, name), value, name) for name in stored}
+                found = {name: then for name, then in found.items() if name not in stored} | _kinds(code, value, known)
+            else:
+                exec(
+                    compile(ast.Module([ast.fix_missing_locations(code)], []), "<a class>", "exec"), dict(known), inside
+                )
+                found |= {name: inside.get(name, _NONE) for name in stored}
+        except Exception:  # names are gone
+            continue
+    return found
+
+
+def _kinds(node: ast.stmt, value: type, known: Mapping[str, Any]) -> dict[str, _Made]:
+    """Return the kind of an attribute that is made by calling a class."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or issubclass(value, enum.Enum):
+        return {}
+    if any(isinstance(part, _UNKNOWN) for part in ast.walk(node.value.func)):
+        return {}
+    kind = eval(compile(ast.Expression(node.value.func), "<a class>", "eval"), dict(known))
+    names = [one.id for one in node.targets if isinstance(one, ast.Name)]
+    return dict.fromkeys(names, _Made(kind)) if isinstance(kind, type) else {}
 
 
 def _as_written(now: object, value: type, name: str) -> object:
@@ -219,11 +277,15 @@ def _as_written(now: object, value: type, name: str) -> object:
     return getattr(value, "_field_defaults", {}).get(name, now)
 
 
+def _now(value: type, node: ast.ClassDef, name: str) -> object:
+    return vars(value).get(_mangled(name, node), _NONE)
+
+
 def _mangled(name: str, node: ast.ClassDef) -> str:
     """Return what a private name is called in the class."""
     private = name.startswith("__") and not name.endswith("__") and node.name.strip("_")
     return f"_{node.name.lstrip('_')}{name}" if private else name
 
 
-def _is_in(function: types.FunctionType, node: ast.ClassDef | _FUNCTION) -> bool:
+def _is_in(function: types.FunctionType, node: ast.ClassDef | _FUNCTION | ast.Lambda) -> bool:
     return node.lineno <= function.__code__.co_firstlineno <= (node.end_lineno or 0)

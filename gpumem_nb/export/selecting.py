@@ -82,7 +82,8 @@ class _Selection:
         self.parts = parts_of(cells)
         self.relations = Relations(self.parts)
         shown = not READERS & self.relations.bound
-        self._shown = only_shown([part.statements for part in self.parts]) if shown else frozenset[int]()
+        found = only_shown([part.statements for part in self.parts]) if shown else frozenset[int]()
+        self._shown = frozenset(place for place in found if not self.parts[place].unseen)
         self._ever = names  # names that are needed anywhere
         self._late: dict[str, int] = {}  # names that kept functions use, and the place of the first of these
         self.left_out: list[str] = []
@@ -99,7 +100,7 @@ class _Selection:
         used = {name for part in parts for name in part.reads | part.late} | self._names
         lacking = (live - bound | first) - OFFERED - BUILTIN - {"display"}
         if any(map(self.relations.reaches, places)):  # which may define anything
-            lacking &= {name for cell in self._cells for name in cell.pushed} | NOTEBOOK
+            lacking &= NOTEBOOK.union(*(part.binds for part in self.parts if not self._cells[part.number].known))
         return places, frozenset(lacking), frozenset((OFFERED | {"display"}) & used - bound | OFFERED & first)
 
     def _pass(self) -> tuple[list[int], set[str], set[str]]:

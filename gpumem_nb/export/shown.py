@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
+from .effects import root
 from .imports import PLOTTING, imported_in
 from .plain import last
-from .statements import LOOKS, Statement, root
+from .statements import LOOKS, Statement
 
 _READING = LOOKS | {"range", "round", "abs", "str", "int", "float", "bool", "isinstance", "hasattr"}
 _READING |= {"globals", "locals", "vars"}
@@ -18,6 +19,8 @@ _COUNTING = {"numel", "parameters", "named_parameters", "modules", "named_module
 _COUNTING |= {"buffers", "named_buffers", "size", "dim", "nelement", "element_size", "item", "keys", "values", "items"}
 _OF_TENSORS = {"cpu", "numpy", "detach", "permute", "transpose", "squeeze", "unsqueeze", "reshape", "view", "flatten"}
 _OF_TENSORS |= {"tolist", "float", "clone", "argmax", "mean", "std", "sum", "min", "max", "abs", "astype"}
+READING_METHODS = frozenset(_COUNTING | _OF_TENSORS)
+"""Methods that change nothing, unless classes of cells say otherwise."""
 _MAKERS = {"Figure", "FacetGrid", "figure", "subplots", "make_subplots", "subplot", "add_subplot", "axes", "gca", "gcf"}
 _MAKERS |= {"twinx", "colorbar", "imshow", "scatter", "line", "bar", "histogram", "heatmap"}
 _MAKERS |= {"lineplot", "barplot", "histplot"}

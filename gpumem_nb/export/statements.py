@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import builtins
-import re
 import symtable
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from .plain import dotted, last
+from .effects import Given, effects, given_on, parts_in, reaches, root, sets, sets_given, values
 
 NOTEBOOK = frozenset({"get_ipython", "display"})
 """What IPython adds to Python's own names."""
@@ -22,21 +21,6 @@ _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _DEFINITIONS = _FUNCTIONS | ast.ClassDef
 _SURE = _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Assign
 _ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
-_SETTING = re.compile(
-    r"(?!.*(seed|print|verbosity|option$))(set|use_|enable|disable|register|add_safe|update|chdir|putenv)"
-)
-_OF_LISTS = {"insert", "append", "extend", "remove", "pop", "clear"}
-_REACHING = {"exec", "eval", "globals", "locals", "__builtins__"}
-_REACHING_INSIDE = {
-    "__globals__",
-    "f_globals",
-    "f_locals",
-    "get_objects",
-    "get_referrers",
-    "user_ns",
-    "run_cell",
-    "exec",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +41,8 @@ class Statement:
         sets: roots of what it sets attributes or items of, or calls by a name that says that it sets something.
         effects: roots of what it calls and gets nothing of, and of decorators.
         sets_late, effects_late: the same of its functions.
+        gives: roots of names and attributes in it that are not called, but may be given to a function.
+        sets_given: which arguments its functions set or change something of.
         adds_to: classes that it extends, and packages that it imports parts of.
         aliases: names that it gives to parts of something.
         parts_of: roots of that something.
@@ -83,6 +69,8 @@ class Statement:
     effects: frozenset[str]
     sets_late: frozenset[str]
     effects_late: frozenset[str]
+    gives: frozenset[Given]
+    sets_given: frozenset[int | str]
     adds_to: frozenset[str]
     aliases: frozenset[str]
     parts_of: frozenset[str]
@@ -134,17 +122,19 @@ def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
         first=frozenset(reads if _reads_first(node) else reads - binds),
         late=frozenset(late),
         binds_late=frozenset(binds_late),
-        values=frozenset(_values(node)),
-        sets=frozenset(name for one in own for name in _sets(one)),
-        effects=frozenset(name for one in own for name in _effects(one)),
-        sets_late=frozenset(name for one in everything for name in _sets(one)) if late or defines else frozenset(),
-        effects_late=frozenset(name for one in everything for name in _effects(one))
-        if late or defines
-        else frozenset(),
+        values=frozenset(values(node)),
+        sets=frozenset(name for one in own for name in sets(one)),
+        effects=frozenset(name for one in own for name in effects(one)),
+        sets_late=frozenset(name for one in everything for name in sets(one)) if late or defines else frozenset(),
+        effects_late=frozenset(name for one in everything for name in effects(one)) if late or defines else frozenset(),
+        gives=frozenset(
+            name for one in (getattr(node, "decorator_list", []) if defines else [node]) for name in given_on(one)
+        ),
+        sets_given=sets_given(node),
         adds_to=frozenset(_packages(node) | {name for one in own for name in _extended(one)}),
         aliases=frozenset(binds if isinstance(node, ast.Assign | ast.AnnAssign | ast.For) else ()),
-        parts_of=frozenset(_parts_in(given) if given else ()),
-        reaches=any(map(_reaches, everything)),
+        parts_of=frozenset(parts_in(given) if given else ()),
+        reaches=any(map(reaches, everything)),
         imports=imports,
         defines=defines,
         constant=constant,
@@ -187,13 +177,6 @@ def _holds(node: ast.AST) -> bool:
         if any(isinstance(one, _DEFINITIONS) and _holds(one) for one in node.body):
             return True
     return any(isinstance(part, ast.List | ast.Dict | ast.Set) for one in given for part in ast.walk(one))
-
-
-def root(node: ast.AST) -> str:
-    """Return the name that an expression of attributes, items and calls begins with."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
@@ -288,57 +271,3 @@ def _only_looks(node: ast.stmt) -> bool:
         return False
     inner = [one for one in ast.walk(node) if isinstance(one, _ACTS | ast.Starred)]
     return all(isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in LOOKS for one in inner)
-
-
-def _values(node: ast.AST) -> Iterator[str]:
-    """Yield names that are used otherwise than by calling them, or by extending a class."""
-    plain = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.Name) and child in plain):
-            yield from _values(child)
-    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
-        yield node.id
-
-
-def _sets(node: ast.AST) -> Iterator[str]:
-    """Yield roots of what gets attributes or items, or is told by a call to set something."""
-    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-        yield root(node)
-    what = last(node.func) if isinstance(node, ast.Call) else ""
-    if isinstance(node, ast.Call) and what in ("setattr", "delattr"):
-        yield from map(root, node.args[:1])
-    elif isinstance(node, ast.Call) and (_SETTING.match(what) or _changes_path(node.func, what)):
-        yield root(node.func)
-
-
-def _changes_path(function: ast.AST, what: str) -> bool:
-    """Return whether a call changes ``sys.path``; ``os.path`` has no such functions."""
-    return what in _OF_LISTS and last(getattr(function, "value", function)) == "path"
-
-
-def _effects(node: ast.AST) -> Iterator[str]:
-    """Yield roots of calls whose value nothing gets, and of decorators."""
-    if isinstance(node, ast.Expr):
-        yield from (root(one) for one in ast.walk(node) if isinstance(one, ast.Call))
-    yield from map(root, getattr(node, "decorator_list", []))
-
-
-def _parts_in(value: ast.AST) -> Iterator[str]:
-    """Yield roots of names and attributes in a value, of what is called and given to calls aside."""
-    if isinstance(value, ast.Attribute | ast.Name):
-        yield root(value)
-    elif not isinstance(value, ast.Call):
-        for child in ast.iter_child_nodes(value):
-            yield from _parts_in(child)
-
-
-def _reaches(node: ast.AST) -> bool:
-    """Return whether a part of a statement may reach names that do not stand in it."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("vars", "__import__"):
-        given = [getattr(one, "value", "__main__") for one in node.args]
-        return "__main__" in given if node.func.id == "__import__" else not given
-    if isinstance(node, ast.Attribute):
-        return node.attr in _REACHING_INSIDE or dotted(node, {}) == "sys.modules"
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return "__main__" in (getattr(node, "module", ""), *(alias.name for alias in node.names))
-    return isinstance(node, ast.Name) and node.id in _REACHING

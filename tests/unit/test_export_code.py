@@ -92,3 +92,49 @@ def test_a_function_whose_code_was_replaced_is_refused() -> None:
 def test_lambdas_in_one_line_are_told_apart_by_what_they_do() -> None:
     with pytest.raises(WorkloadError, match="several lambdas in one line"):
         written("first, loss = lambda a, b=1: a + b, lambda a, b=2: a + b")
+
+
+BODY = """
+base = [1, 2]
+class Slow:
+    def __call__(self): return 1
+class Net:
+    (a, *b), c = [1, 2, 3], 4
+    widths = [2 * width for width in base]
+    act = Slow()
+    double = lambda self, x: 2 * x
+    __part = 3
+    more = __part + a
+    if base:
+        first = 1
+    else:
+        second = 2
+    for last in base:
+        pass
+    def f(self): return 1
+def loss(*_): return Net
+"""
+
+
+def test_a_class_is_what_its_statements_make_it() -> None:
+    made = written(BODY)()
+    assert (made.b, made.widths, made.more, made.first, made.last) == ([2, 3], [2, 4], 4, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "Net.b = [5]",
+        "Net.widths = [2, 5]",
+        "base.append(3)",
+        "Net.act = [1]",
+        "Net.double = lambda self, x: 3 * x",
+        "Net._Net__part = 4",
+        "Net.first = 2",
+        "Net.last = 5",
+        "del Net.c",
+    ],
+)
+def test_a_class_that_its_statements_do_not_make_any_more_is_refused(change: str) -> None:
+    with pytest.raises(WorkloadError, match=r"Net, whose .* was changed after it was defined"):
+        written(BODY + change)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpumem_nb.export.selecting import settings_in
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.questions import Cell
 
@@ -113,6 +114,38 @@ KEPT_WHOLE = {
         "held = Entering()",
         "with held: print(1)",
     ),
+    "a library's class that a function changes": (
+        "import lib\ndef patch(cls): cls.width = 8",
+        "net = lib.wrap(Net(rows))",
+        "patch(lib.Linear)",
+    ),
+    "library's classes in a loop of a function": (
+        "from lib import nn\ndef patch(kinds):\n    for kind in kinds: setattr(kind, 'forward', len)",
+        "net = Net(rows)",
+        "patch([nn.Linear, nn.Conv2d])",
+    ),
+    "a library's class under another name": (
+        "import lib\ndef patch(cls): cls.width = 8",
+        "net = Net(rows)",
+        "kind = getattr(lib, 'Linear')\nlist(map(patch, [kind]))",
+    ),
+    "a library's class that a decorator changes": (
+        "import lib\ndef on(cls):\n    def add(f):\n        cls.forward = f\n    return add",
+        "net = Net(rows)",
+        "@on(lib.Linear)\ndef forward(self): pass",
+    ),
+    "a mock of a library's class": (
+        "import lib\nfrom unittest import mock",
+        "net = Net(rows)",
+        "mock.patch.object(lib.Linear, 'width', 8).start()",
+    ),
+    "a library's list under another name": ("import lib", "net = Net(rows)", "kinds = lib.kinds\nkinds.append(3)"),
+    "a library that is imported by a call": (
+        "import importlib",
+        "net = Net(rows)",
+        "lib = importlib.import_module('lib')\nlib.kinds.append(3)",
+    ),
+    "the variables of a library": ("import lib", "net = Net(rows)", "vars(lib)['kinds'][0] = 3"),
     "a key that a function computes": (
         "def fn(x):\n    rows.append(x)\n    return x",
         "net = Net(rows)",
@@ -129,6 +162,18 @@ def test_what_changes_something_by_a_detour_is_kept(case: str) -> None:
 
 REFUSED = {
     "a failed rebinding that leaves an alias": ("enc = net.r", Cell("enc = nope()", finished=False), "enc.append(7)"),
+    "a class that a library changes in a cell that failed": (
+        "import lib",
+        Cell("lib.patch(Net)\nboom()", finished=False),
+    ),
+    "a library's class that a function changes on some ranks": (
+        "import lib\ndef patch(cls): cls.width = 8",
+        Cell("patch(lib.Linear)", everywhere=False),
+    ),
+    "an import of a cell that failed": (
+        Cell("import sys\nboom()", finished=False),
+        "sys.modules['__main__'].net.freeze()",
+    ),
     "exec by a function on some ranks": (
         "def ex(c): exec(c, globals())",
         Cell("ex('net.freeze()')", everywhere=False),
@@ -140,3 +185,12 @@ REFUSED = {
 def test_what_some_ranks_or_a_failed_cell_did_by_a_detour_is_refused(case: str) -> None:
     with pytest.raises(WorkloadError):
         sliced(*BEGINNING, "net = Net(rows)", *REFUSED[case])
+
+
+def test_what_a_function_only_uses_of_a_library_is_not_set() -> None:
+    build = "import torch\ndef build(net, kind, dtype):\n    net.act = kind()\n    net.parts = [dtype]"
+    assert settings_in([Cell(build), Cell("build(net, torch.nn.ReLU, dtype=torch.float16)")]) == []
+    patch = "import torch\ndef patch(net, kind):\n    net.act = 1\n    kind.forward = len"
+    assert settings_in([Cell(patch), Cell("patch(net, kind=torch.nn.ReLU)")]) == ["patch(net, kind=torch.nn.ReLU)"]
+    assert settings_in([Cell(patch), Cell("patch(torch.nn.ReLU, len)")]) == ["patch(torch.nn.ReLU, len)"]
+    assert settings_in([Cell(patch), Cell("patch(len, len)")]) == []

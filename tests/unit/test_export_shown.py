@@ -67,3 +67,36 @@ def test_what_may_change_something_or_draws_is_in_a_script(cell: str | Cell) -> 
     drawn = Cell("net.draw()", drew=True) if isinstance(cell, Cell) else ""
     text = cell.source if isinstance(cell, Cell) else cell
     assert text.splitlines()[-1] in sliced(cell, drawn or "pass")
+
+
+NET = "class Net:\n    def __init__(self, rows): self.rows = rows\n"
+UNSEEN = {
+    "@property\n    def part(self): return self.rows.pop()": "net.part[0]",
+    "part = property(lambda self: self.rows.pop())": "hasattr(net, 'part')",
+    "def _take(self): return next(self.rows)\n    part = property(_take)": "print(net.part)",
+    "def take(self): self.rows.pop()\n    @property\n    def part(self): return self.take()": "print(f'{net.part}')",
+    "@cached_property\n    def part(self): return len(self.rows)": "net.part",
+    "def __add__(self, other):\n        self.rows += [other]\n        return self": "net + 1",
+    "def __repr__(self): return f'{self.rows.pop()}'": "print(net)",
+    "def __getattr__(self, name):\n        self.seen[name] = 1": "net.width",
+    "def __getitem__(self, i): return self.random.normal()": "print(net[0])",
+    "def __bool__(self): return bool(self.rows.pop())": "not net",
+    "def parameters(self):\n        self.rows.clear()\n        return []": "sum(p.numel() for p in net.parameters())",
+}
+
+
+@pytest.mark.parametrize("method", UNSEEN)
+def test_what_methods_change_that_python_calls_by_itself_is_in_a_script(method: str) -> None:
+    begin = "from functools import cached_property"
+    assert UNSEEN[method] in sliced(begin, f"{NET}    {method}", "net = Net(rows)", UNSEEN[method])
+
+
+@pytest.mark.parametrize("cell", ["print(net[0])", "net.part", "print(len(net), net)", "net == 3"])
+def test_methods_that_change_nothing_do_not_keep_what_uses_them(cell: str) -> None:
+    methods = (
+        "    def __len__(self): return len(self.rows)\n    def __repr__(self): return f'{self.rows}'\n"
+        "    def __getitem__(self, i): return self.transform(self.rows[i])\n"
+        "    @property\n    def part(self): return 1"
+    )
+    made = (NET + methods, "net = Net(rows)")
+    assert sliced(*made, cell) == sliced(*made)
