@@ -91,9 +91,8 @@ def call_function(blob: bytes) -> bytes:
         with interruptible():
             _catch_up()
         function, args = cloudpickle.loads(blob)
-        cells.one_more()
         with interruptible():
-            return function(*args)
+            return cells.called(function, args)
 
     return _answer(run, CELL)
 
