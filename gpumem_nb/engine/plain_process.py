@@ -59,6 +59,7 @@ def make_plain(variables: MutableMapping[str, Any]) -> None:
     if shell := shell_here():
         shell.ask_exit = _Exit("exit")  # which IPython's own exit and quit call: %reset brings them back
         builtins.get_ipython = shell_here  # type: ignore[attr-defined]  # for magics, when cells delete theirs
+        shell.set_hook("show_in_pager", _print, 0)  # what net? gives, of which a notebook would get nothing else
 
 
 def cell_begins(message: Any) -> None:
@@ -119,6 +120,10 @@ class _NoInput(io.TextIOBase):
     def buffer(self) -> io.BufferedReader:
         """Bytes cannot be read either."""
         _refuse()
+
+
+def _print(shell: Any, page: Any, *_: object, **__: object) -> None:
+    print(page["text/plain"] if isinstance(page, dict) else page)
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:

@@ -290,6 +290,13 @@ def test_a_cell_shows_what_it_shows_in_a_notebook(
     assert "".join(shown).count("late") == 1
 
 
+def test_help_on_an_object_is_shown(
+    two_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.run_cell_magic("hvd", "", "rank?")
+    assert "int(" in capsys.readouterr().out
+
+
 def test_figures_are_shown_without_being_asked_for(two_ranks: Session) -> None:
     two_ranks.run(
         "from IPython.display import display\n"
