@@ -84,11 +84,11 @@ class Loading(AsksRanks):
         def attached(info: WorkloadInfo) -> None:
             origin.workload, origin.attached, origin.unrestored = None, names, None
             origin.trained_before = info.trained_before
-            origin.not_kept = "the ranks ended before they were written"
+            origin.not_kept = "writing them was cut short"
             self._origin.cells.loaded(names)
 
         info = self._begin("attach", names, self._seed(seed), then=attached)
-        origin.not_kept = self._keep_attached(names)
+        self._keep_attached(names)
         return info
 
     def seed(self, seed: int | str) -> str:
@@ -206,15 +206,19 @@ class Loading(AsksRanks):
             "that, load it again"
         )
 
-    def _keep_attached(self, names: dict[str, str | None]) -> str:
+    def _keep_attached(self, names: dict[str, str | None]) -> None:
         """Objects made in cells cannot be made again by a restart, so they are kept beside the snapshots."""
         folder, space = self._snapshots.folder, self._snapshots.space
+
+        def kept(call: Call) -> None:
+            self._origin.not_kept = call.get()[0]
+
         try:
             snapshot_folder.make(folder, notebook_name())
         except OSError as error:
-            return f"{folder} cannot be made: {error.strerror}"
-        why_not: str = self._foreground.call("save_attached", names, str(folder / ATTACHED), space, ranks=[0])[0]
-        return why_not
+            self._origin.not_kept = f"{folder} cannot be made: {error.strerror}"
+            return
+        self._foreground.call("save_attached", names, str(folder / ATTACHED), space, ranks=[0], then=kept)
 
     def _begin(
         self,

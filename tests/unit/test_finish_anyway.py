@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -12,7 +13,10 @@ import pytest
 
 from gpumem_nb.cluster.interrupts import finish_anyway, let_finish
 from gpumem_nb.kernel.foreground import RESUMING, Foreground
+from gpumem_nb.kernel.loading import Loading
+from gpumem_nb.kernel.origin import Origin
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import Interrupted
 
 
 def press(*_: object) -> None:
@@ -62,3 +66,18 @@ def test_an_interrupt_does_not_wait_for_a_resume_that_goes_on() -> None:
     finally:
         go_on.set()
         resuming.join()
+
+
+def test_attached_objects_that_were_kept_come_back_however_late_an_interrupt_came(tmp_path: Path) -> None:
+    cluster, call = MagicMock(), MagicMock()
+    cluster.origin, cluster.snapshots.folder = Origin(not_kept="writing them was cut short"), tmp_path / "kept"
+    call.get.return_value = [""]
+
+    def interrupted(*_: object, then: Callable[[Any], None], **__: object) -> None:
+        then(call)
+        raise Interrupted("Interrupted, but the ranks had come to the end of it by then.")
+
+    cluster.foreground.call = interrupted
+    with pytest.raises(Interrupted):
+        Loading(cluster)._keep_attached({"model": "net"})
+    assert cluster.origin.not_kept == ""
