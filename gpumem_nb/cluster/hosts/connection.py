@@ -88,14 +88,8 @@ class RemoteHost:
 
     def meet(self, deadline: float) -> None:
         """Wait until the steward says who it is; raises ``StartError`` when there is none, or ranks could not run."""
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
-            data = os.read(self._stdout.fileno(), 65536) if ready else b""
-            if not data:
-                raise StartError(self._why_no_steward(timed_out=not ready))
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        hello = json.loads(line)
+        while not (hello := _introduction(self._next_line(deadline))):  # what the shell over there prints first
+            pass
         self.names.add(hello["name"])
         self.machine, self.kernel_address = hello["machine"], hello["kernel_address"]
         mask = own_networks().get(self.kernel_address)
@@ -105,6 +99,16 @@ class RemoteHost:
         self.networks = {hello["network"], str(here)}
         self._listener = threading.Thread(target=self._listen, name=f"gpumem_nb host {self.name}", daemon=True)
         self._listener.start()
+
+    def _next_line(self, deadline: float) -> bytes:
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
+            data = os.read(self._stdout.fileno(), 65536) if ready else b""
+            if not data:
+                raise StartError(self._why_no_steward(timed_out=not ready))
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
 
     def order(self, name: str, *arguments: Any) -> None:
         """Have the steward do something."""
@@ -187,6 +191,14 @@ class RemoteHost:
         text = self._errors.read_text(errors="replace") if self._errors.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         return f"It said: {lines[-1]}" if lines else ""
+
+
+def _introduction(line: bytes) -> dict[str, Any]:
+    """Return what a steward says of itself; nothing of any other line, such as one of a shell's startup files."""
+    with suppress(ValueError):
+        said = json.loads(line)
+        return said if isinstance(said, dict) and "machine" in said else {}
+    return {}
 
 
 class RemoteRank(NamedTuple):
