@@ -46,6 +46,10 @@ _VIRTUAL = (
 _NOT_READ = "n/a means that it could not be read."
 _NO_LEDGER = "What the bytes are made of is known once a step has been trained: %hvd_train."
 _TENSORS_ONLY = "Only tensors were seen: memory inside operators is missing from the categories."
+_TOO_MANY = (
+    "The step made more than four million allocations and releases: what those after that held counts as inside "
+    "operators."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,7 @@ class MemoryReport(Report):
         else:
             table = module_table if self.by == "module" else category_table
             shown.append(table(worst.info.rank, worst.ledger))
-        return [*shown, *([] if worst.ledger.exact else [_TENSORS_ONLY])]
+        return [*shown, *([] if worst.ledger.exact else [_TOO_MANY if worst.ledger.virtual else _TENSORS_ONLY])]
 
     def _row(self, rank: RankMemory) -> dict[str, Any]:
         info, use, ledger = rank.info, rank.device_use or DeviceUse(), rank.ledger

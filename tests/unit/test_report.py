@@ -117,8 +117,10 @@ def test_what_is_in_no_category_is_shown_as_such() -> None:
 
 
 def test_a_ledger_that_saw_tensors_only_says_so() -> None:
-    seen = RankMemory(info(), reading(), dataclasses.replace(ledger(), exact=False))
+    seen = RankMemory(info(), reading(), dataclasses.replace(ledger(), exact=False, virtual=False))
     assert "Only tensors were seen" in str(MemoryReport((seen,)))
+    seen = RankMemory(info(), reading(), dataclasses.replace(ledger(), exact=False, virtual=True))
+    assert "four million allocations" in str(MemoryReport((seen,)))
     assert "Only tensors" not in str(MemoryReport((known(),)))
 
 

@@ -360,3 +360,18 @@ def test_threads_that_help_an_operator_are_within_it(gpu: VirtualGPU) -> None:
         assert allocated_outside_operators(2) == allocated_outside_operators(1)
     finally:
         torch.set_num_threads(1)
+
+
+@on_virtual_gpu
+def test_a_log_that_ends_before_the_step_says_so(gpu: VirtualGPU) -> None:
+    from unittest import mock
+
+    log, exact = gpu.event_log(), []
+    with mock.patch("gpumem_nb.memory.virtual_gpu.gpu.LONGEST_LOG", 20):
+        for made in (3, 30):
+            log.begin([])
+            for _ in range(made):
+                tensor(1)
+            log.end()
+            exact.append(log.exact)
+    assert exact == [True, False]

@@ -65,14 +65,15 @@ class CConfig(ctypes.Structure):
 # ``GpumemEvent`` and ``GpumemCast`` of event_log.h.
 _EVENT = np.dtype([("id", "u8"), ("bytes", "i8"), ("time_ns", "u8"), ("foreign", "u4"), ("call", "u4")])
 _CAST = np.dtype([("parameter", "u8"), ("allocation", "u8")])
+LONGEST_LOG = 4 << 20
+"""Events after which the allocator logs no more, as in event_log.h."""
 
 
 class AllocatorLog:
-    """Events as the allocator itself sees them: every allocation of every thread."""
-
-    exact = True
+    """Events as the allocator itself sees them: every allocation of every thread, unless there are too many to log."""
 
     def __init__(self, library: ctypes.CDLL, allocator: AllocatorSettings) -> None:
+        self.exact = True
         self._library = library
         self._allocator = allocator
         self._handle: int | None = None
@@ -109,6 +110,7 @@ class AllocatorLog:
         handle, self._handle = self._handle, None
         places = (ctypes.byref(value) for value in (events, lengths[0], casts, lengths[1]))
         self._library.gpumem_log_end(handle, *places)
+        self.exact = lengths[0].value < LONGEST_LOG
         copies = _copied(casts, lengths[1].value, _CAST)
         of = {int(row["allocation"]): self._params[int(row["parameter"])] for row in copies}
         return _events(_copied(events, lengths[0].value, _EVENT), of, now.live_peak)
