@@ -136,6 +136,7 @@ class Record:
             options=tried.options,
             parameters=tried.parameters,
             batch_norm=tried.batch_norm,
+            model_version=tried.model_version,
             settings=tried.settings,
             ranks=history.size,
             device=rank.device_name,

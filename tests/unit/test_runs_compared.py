@@ -130,3 +130,16 @@ def test_a_lower_bound_is_shown_as_one_and_held_against_nothing() -> None:
     compared = runs.compare(1, 2)
     assert "more than 130.0 MiB" in str(compared)
     assert next(row for row in compared.records if row["what"] == "predicted")["run 2"] is None
+
+
+def test_a_comparison_says_that_a_cell_in_between_may_have_changed_the_model() -> None:
+    history = history_of()
+    train(history, Settings(), TEN)
+    train(history, Settings(batch_size=64), TEN)
+    history.model_may_have_changed()
+    train(history, Settings(batch_size=64), TEN)
+    _, runs = runs_of(history)
+    caveat = "A cell or a load in between may have changed the model or its data."
+    assert [caveat in str(runs.compare(a, b)) for a, b in ((1, 2), (2, 3), (1, 3))] == [False, True, True]
+    assert "Run 2 → 3: the same settings" in str(runs.compare(2, 3))
+    assert Row.from_saved(runs[3].saved()).model_version == runs[3].model_version

@@ -145,7 +145,7 @@ class Comparison(Report):
 
     @property
     def _tables(self) -> list[Table]:
-        heading = f"Run {self.a.number} → {self.b.number}: {self.changed or 'nothing was changed'}"
+        heading = f"Run {self.a.number} → {self.b.number}: {self.changed or 'the same settings'}"
         figures = []
         for name, unit, value, words in self._figures:
             cells = [words(self.a), words(self.b)]
@@ -205,6 +205,8 @@ class Comparison(Report):
                 f"loss: the mean over the last quarter of the first {self.samples:,} samples that all ranks saw since "
                 "the flip; each run began where training stood then."
             )
+        if self._same_model and self.a.of_same_ranks(self.b) and self.a.model_version != self.b.model_version:
+            notes.append("A cell or a load in between may have changed the model or its data.")
         notes += [f"Run {row.number}: {row.note}" for row in (self.a, self.b) if row.note]
         return notes
 

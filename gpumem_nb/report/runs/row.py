@@ -157,6 +157,7 @@ class Row:
         device_memory_bytes, driver: that rank's limit, and the version of NVIDIA's driver; empty for a virtual GPU.
         options, parameters: of a ready-made workload by name, and how many parameters there were when it was loaded.
         batch_norm: whether the model took statistics from micro-batches, as far as that is known.
+        model_version: grows from row to row of the same ranks with each cell and load that may have changed the model.
         came_from: the file that it was loaded from, or that it is of before a restart; empty for the ranks that run.
         began_s: when, in seconds since 1970.
         steps: done under it.
@@ -188,6 +189,7 @@ class Row:
     options: tuple[tuple[str, float], ...] = ()
     parameters: int | None = None
     batch_norm: bool = False
+    model_version: int = 0
     loss: float | None = None
     peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
@@ -204,6 +206,10 @@ class Row:
     def model(self) -> tuple[object, ...]:
         """Return what identifies the model: throughput, memory and loss are compared only within it."""
         return self.workload, self.options, self.parameters
+
+    def of_same_ranks(self, other: Row) -> bool:
+        """Return whether both were measured between one start of the ranks and the next."""
+        return self.key.partition("-")[0] == other.key.partition("-")[0]
 
     @property
     def on(self) -> str:
@@ -304,6 +310,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "options": lambda saved: tuple((str(name), _finite(value)) for name, value in saved.items()),
     "parameters": _maybe(_whole),
     "batch_norm": lambda value: value is True,
+    "model_version": _whole,
     "settings": _settings,
     "ranks": lambda value: _whole(value, 1),
     "device": str,
@@ -328,6 +335,7 @@ _SINCE: dict[str, Any] = {
     "options": {},
     "parameters": None,
     "batch_norm": False,
+    "model_version": 0,
     "device_memory_bytes": None,
     "driver": "",
 }
