@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_nb.engine import cells
+from gpumem_nb.engine.step import ballot
 from gpumem_nb.engine.step.ballot import WeightWatch
 from gpumem_nb.engine.step.parts import Parts
 from tests.links import overheard
@@ -65,3 +66,32 @@ def test_a_buffer_that_only_one_rank_has_is_said_in_a_sentence(monkeypatch: pyte
     monkeypatch.setattr(overheard(monkeypatch), "numbers", gather)
     assert "of different names" in watch(Net()).examine()
     assert len(gathered) == 1  # rows of other lengths cannot be gathered
+
+
+def test_what_a_cell_did_to_the_optimizer_is_looked_for_after_the_next_update_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = Net()
+    one = watch(net)
+
+    def compared(step: int) -> None:
+        assert one.due(step)
+        digest(one)
+        one.agreed(step)
+
+    compared(0)
+    assert not one.due(1)
+    cells.one_more()
+    compared(5)
+    compared(6)
+    assert not one.due(7)
+    cells.one_more()
+    compared(7)
+
+    def gather(own: list[int], about: str) -> list[list[int]]:
+        ran, first, *others = own
+        return [[0, first, *others], [ran, first + 1, *others]]
+
+    monkeypatch.setattr(overheard(monkeypatch), "numbers", gather)
+    monkeypatch.setattr(ballot, "same_everywhere", lambda number, about: True)
+    assert "A cell ran on rank 1 alone meanwhile" in one.examine()

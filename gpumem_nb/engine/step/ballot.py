@@ -34,7 +34,7 @@ class WeightWatch:
         self._before: dict[str, Tensor] = {}
         self._last: dict[str, Tensor] = {}  # of buffers, when all ranks held the same
         self._found: dict[str, Tensor] = {}
-        self._cells = cells.ran()
+        self._cells = self._cells_before = cells.ran()  # when they were compared last, and before any that may tell
         self._agreed_step = 0
         self._asked = True
 
@@ -72,8 +72,13 @@ class WeightWatch:
         return torch.cat([digits, digits * digits]).float()
 
     def agreed(self, steps: int) -> None:
-        """The ranks held the same after so many steps."""
-        self._asked, self._agreed_step, self._cells = False, steps, cells.ran()
+        """The ranks held the same after so many steps.
+
+        What a cell did to the optimizer shows after the next one, so then they are compared once more.
+        """
+        self._asked = cells.ran() != self._cells
+        self._cells_before = self._cells if self._asked else cells.ran()
+        self._agreed_step, self._cells = steps, cells.ran()
         self._last, self._found = self._found, {}
 
     def examine(self) -> str:
@@ -90,7 +95,7 @@ class WeightWatch:
             )
         mine = [int(checksum(tensor)) for tensor in compared.values()]
         moving = [int(name in self._moving) for name in compared]
-        rows = here().numbers([cells.ran() - self._cells, *mine, *moving], "weights")
+        rows = here().numbers([cells.ran() - self._cells_before, *mine, *moving], "weights")
         ran = [row[0] for row in rows]
         for place, name in enumerate(compared, start=1):
             if any(row[place + len(compared)] for row in rows):
