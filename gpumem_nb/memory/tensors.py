@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import sys
 from collections import UserList, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,19 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
     elif found := attributes(value):
         yield from tensors_in(found)
+
+
+def mapped(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the same with what a function makes of everything of that kind, in plain dicts, lists and tuples."""
+    if isinstance(value, kind):
+        return function(value)
+    if type(value) is dict:
+        return {key: mapped(kind, function, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(kind, function, item) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple, whose own checks may refuse these
+        return value._make(mapped(kind, function, item) for item in value)
+    return value
 
 
 def attributes(value: Any) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from gpumem_nb.engine.copies import overwrite
 from gpumem_nb.engine.link import communicator
 from gpumem_nb.engine.step import joining
 from gpumem_nb.engine.step.live_model import LiveModel
+from gpumem_nb.engine.step.optimizer_state import Replicas
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import WorkloadError
@@ -162,6 +163,29 @@ def test_an_optimizer_that_was_used_before_goes_on_from_the_first_ranks_state(
         state, copied = first.own_optimizer.state[param], second.own_optimizer.state[other]  # type: ignore[union-attr]
         assert state.keys() == copied.keys()
         assert all(torch.equal(state[name], copied[name]) for name in state)
+
+
+def test_state_in_lists_is_taken_over_and_lies_where_its_weight_does(
+    postman: Postman, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = live(*trained(1)), live(*trained(0))
+    for number, param in enumerate(first.model.parameters()):
+        first.own_optimizer.state[param]["bases"] = [torch.rand(2, 3).t(), (torch.full((), number), 5)]  # type: ignore[union-attr]
+    joining.take_from_first(first)
+    postman.become(1)
+    monkeypatch.setattr(postman, "any_rank", lambda vote, about: True)
+    joining.take_from_first(second)
+    for param, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        one, (number, five) = first.own_optimizer.state[param]["bases"]  # type: ignore[union-attr]
+        copied, (same, other_five) = second.own_optimizer.state[other]["bases"]  # type: ignore[union-attr]
+        assert torch.equal(one, copied)
+        assert (one.stride(), number.item(), five) == (copied.stride(), same.item(), other_five)
+    postman.become(0)
+    elsewhere = nn.Linear(4, 2, device="meta")
+    whole = Replicas(first.own_optimizer).gather()  # type: ignore[arg-type]
+    assert whole is not None
+    Replicas(own := Adam(elsewhere.parameters())).scatter(whole)()
+    assert all(bases[0].is_meta for bases in (state["bases"] for state in own.state.values()))
 
 
 def described(make: Callable[[], LiveModel], monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...internals.torch_internals import dynamo_is_there, func_transforms_allowed, not_compiled, version
 from ...memory.ledger.recorder import Recorder
-from ...memory.tensors import tensors_in
+from ...memory.tensors import mapped, tensors_in
 from .block_state import (
     OTHER_BLOCKS,
     SOMETHING_ELSE,
@@ -231,21 +231,9 @@ def _ambient_context() -> Callable[[], ExitStack]:
     return enter
 
 
-def _map(kind: Any, function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, kind):
-        return function(value)
-    if type(value) is dict:
-        return {key: _map(kind, function, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_map(kind, function, item) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple, whose own checks may refuse these
-        return value._make(_map(kind, function, item) for item in value)
-    return value
-
-
 def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    return _map(Tensor, function, value)
+    return mapped(Tensor, function, value)
 
 
 def _map_held(function: Callable[[Any], Tensor], value: Any) -> Any:
-    return _map((SavedTensor, _Link), function, value)
+    return mapped((SavedTensor, _Link), function, value)

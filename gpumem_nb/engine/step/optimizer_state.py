@@ -7,6 +7,7 @@ it; shards are another class with these methods.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypedDict
 
 import cloudpickle
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...memory.tensors import mapped, tensors_in
 from ...shared.errors import StateFileError, WorkloadError, text_of
 from ..copies import Layout, host_copy
 from ..link.communicator import here
@@ -68,26 +70,22 @@ class Replicas:
         params, state = list(in_groups(self._optimizer)), self._optimizer.state
         first = here().rank == 0
         skeleton = {
-            index: {name: Layout.of(it) if isinstance(it, Tensor) else it for name, it in state[param].items()}
+            index: mapped(Tensor, Layout.of, dict(state[param]))
             for index, param in enumerate(params)
             if first and param in state
         }
         skeleton = from_first(skeleton, f"The state of the optimizer {type(self._optimizer).__name__}")
         if not first:
             made = {
-                params[index]: {
-                    name: value.made(params[index].device) if isinstance(value, Layout) else value
-                    for name, value in values.items()
-                }
+                params[index]: mapped(Layout, partial(_made, params[index].device), values)
                 for index, values in skeleton.items()
             }
             optimizers.put_state(self._optimizer, made, self._optimizer.param_groups)
         here().broadcast(
             {
-                f"state.{index}.{name}": state[params[index]][name]
-                for index, values in skeleton.items()
-                for name, value in values.items()
-                if isinstance(value, Layout)
+                f"state.{index}.{number}": tensor
+                for index in skeleton
+                for number, tensor in enumerate(tensors_in(state[params[index]]))
             }
         )
 
@@ -123,15 +121,18 @@ def _put_away(value: Any) -> Callable[[], Any]:
 def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
     """Return one parameter's state; made anew, because a virtual GPU does not count tensors that come from a file."""
 
-    def place(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def place(name: str, value: Tensor) -> Tensor:
+        if name == "step":  # torch's counters live on the host; fused implementations move them when they are chosen
+            return value.clone()
         if value.shape == param.shape:
             return torch.empty_like(param, dtype=value.dtype).copy_(value)
-        # torch's step counters live on the host; fused implementations move them when they are chosen.
-        return value.clone() if name == "step" else torch.empty_like(value, device=param.device).copy_(value)
+        return torch.empty_like(value, device=param.device).copy_(value)
 
-    return {name: place(name, value) for name, value in values.items()}
+    return {name: mapped(Tensor, partial(place, name), value) for name, value in values.items()}
+
+
+def _made(device: torch.device, layout: Layout) -> Tensor:
+    return layout.made(device)
 
 
 def from_first(value: Any, what: str) -> Any:
