@@ -194,16 +194,22 @@ class Loading(AsksRanks):
         )
 
     def _as_it_was(self) -> str:
-        """Say where the notebook holds something else under what the workload's functions use by now."""
-        origin = self._origin
+        """Say what is as it was when this was loaded: where cells ran since, and the notebook's functions changed."""
+        origin, told = self._origin, ""
+        if since := sum(bool(cell.source or cell.opaque) for cell in origin.cells.since_load()):
+            told = (
+                f". {since:,} cell{'s' * (since > 1)} had run on the ranks since it was "
+                f"{'loaded' if origin.workload else 'attached'}: what {'they' if since > 1 else 'it'} changed besides "
+                "training state is gone. Run again what is needed"
+            )
         if origin.workload is None:
-            return ""
+            return told
         with suppress(WorkloadError):  # it cannot travel any more
             if pickled(origin.workload, "The workload") == origin.sent:
-                return ""
+                return told
         return (
-            ". The workload is as it was loaded: what its functions use has changed in the notebook since. To train "
-            "that, load it again"
+            f"{told}. The workload is as it was loaded: what its functions use has changed in the notebook since. To "
+            "train that, load it again"
         )
 
     def _keep_attached(self, names: dict[str, str | None]) -> None:
