@@ -66,7 +66,9 @@ def test_a_restart_after_a_death_goes_on_from_the_last_snapshot_even_if_cut_shor
     newest.write_bytes(newest.read_bytes()[:-100])
     kill_a_rank(session)
     session.restart()
-    assert session.restored.startswith("step 5 restored (2 steps after it were lost)"), "what cannot be read gives way to it"
+    assert session.restored.startswith("step 5 restored (2 steps after it were lost)"), (
+        "what cannot be read gives way to it"
+    )
     assert weights(session) == fingerprint
     fresh(session)
     session.restart()
