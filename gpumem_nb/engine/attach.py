@@ -23,6 +23,7 @@ from ..shared import snapshot_folder
 from ..shared.errors import StateFileError, WorkloadError
 from ..shared.units import format_bytes
 from ..shared.workload import Workload
+from .step.optimizers import beside_state
 from .step.own_loss import OwnLoss
 from .step.parts import as_given
 from .undo.step_undo import ForwardState, ForwardUndo
@@ -284,7 +285,8 @@ def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:
         if any(isinstance(value, Optimizer) and has_step_hooks(value) for value in objects.values()):
             path.unlink(missing_ok=True)
             return "an optimizer loses its step hooks when it is pickled"
-        pickled = cloudpickle.dumps(objects)
+        beside = {name: beside_state(value) for name, value in objects.items() if isinstance(value, Optimizer)}
+        pickled = cloudpickle.dumps((objects, beside))  # torch pickles an optimizer without what only this one has
         path.unlink(missing_ok=True)  # what was attached before
         if not snapshot_folder.make_room(path.parent, len(pickled), space):
             return (
@@ -316,7 +318,10 @@ def load_objects(path: Path) -> dict[str, Any]:
         StateFileError: they cannot be made again.
     """
     try:
-        return cloudpickle.loads(path.read_bytes())  # type: ignore[no-any-return]
+        objects, beside = cloudpickle.loads(path.read_bytes())
+        for name, kept in beside.items():
+            vars(objects[name]).update(kept)
+        return objects  # type: ignore[no-any-return]
     except Exception as error:
         raise StateFileError(
             f"The attached objects could not be brought back ({type(error).__name__}: {error}). "

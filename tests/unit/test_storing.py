@@ -198,6 +198,49 @@ def test_step_hooks_are_not_lost_silently_with_attached_objects(tmp_path: Path) 
     assert not path.exists()
 
 
+class Slowing(SGD):
+    """Counts its updates, and keeps a function with a state of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.updates, sums = 0, dict[nn.Parameter, torch.Tensor]()
+
+        def change(param: nn.Parameter) -> None:
+            sums[param] = sums.get(param, torch.zeros_like(param)) + 1
+            param.sub_(sums[param] / self.updates**2)
+
+        self.change = change
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.updates += 1
+        for param in self.param_groups[0]["params"]:
+            self.change(param)
+
+
+def test_what_only_an_optimizer_of_ones_own_has_comes_back_with_attached_objects(tmp_path: Path) -> None:
+    own = Slowing((model := nn.Linear(2, 2)).parameters())
+    own.step()
+    path = tmp_path / "attached.pickle"
+    assert attach.save_objects({"net": model, "own": own}, path, 2**40) == ""
+    back = attach.load_objects(path)
+    own.step()
+    back["own"].step()
+    assert torch.equal(back["net"].weight, model.weight)
+
+
+def test_what_an_optimizer_of_ones_own_counts_is_in_files_and_what_files_lack_is_told(tmp_path: Path) -> None:
+    def trainer() -> Trainer:
+        model = nn.Linear(4, 2)
+        return trainer_of(model, optimizer=Slowing(model.parameters()))
+
+    before, after = trainer(), trainer()
+    before.run(Chunk(OWN, 1, 3))
+    resume(after, save(before, tmp_path / "state"))
+    assert vars(after.live.optimizer)["updates"] == 3
+    assert "values outside of its state (change)" in " ".join(before.info().notes)
+
+
 def test_a_scheduler_comes_back_with_its_optimizer(tmp_path: Path) -> None:
     own = SGD((model := nn.Linear(2, 2)).parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5**step)

@@ -20,6 +20,7 @@ from .optimizers import beside_state, with_inner
 from .parts import as_given, in_groups
 from .rates import named_rate
 
+_KEEPING = (Tensor, nn.Module, list, dict, set, deque)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -73,7 +74,7 @@ def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[
 def _unseen(optimizer: Optimizer) -> list[str]:
     """Names of what an optimizer, or one in it, keeps beside its state, which files do not hold."""
     kept = (pair for one in with_inner(optimizer) for pair in beside_state(one).items())
-    return [name for name, value in kept if isinstance(value, (Tensor, list, dict, set, deque))]
+    return [name for name, value in kept if isinstance(value, _KEEPING) or getattr(value, "__closure__", None)]
 
 
 def workload_info(

@@ -63,6 +63,11 @@ def beside_state(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if name not in usual}
 
 
+def numbers_beside(optimizer: Optimizer) -> dict[str, Any]:
+    """Return those of :func:`beside_state` that are plain numbers, such as a count of steps: files hold them."""
+    return {name: value for name, value in beside_state(optimizer).items() if type(value) in (bool, int, float)}
+
+
 def set_implementation(optimizer: Optimizer, name: str) -> None:
     """Compute the same update in another way from the next step on; the state stays.
 
