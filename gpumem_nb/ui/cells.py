@@ -43,14 +43,20 @@ class CellOutput:
             self._show(text if len(text) <= _LIVE else f"…{text[-_LIVE:]}")
 
     def failed(self) -> None:
-        """Show what was printed before the cell failed."""
-        if self._call and (text := fold(self._call.ranks, self._outputs)):
+        """Show what was printed and displayed before the cell failed."""
+        if self._call is None:
+            return
+        if text := fold(self._call.ranks, self._outputs):
             self._show(text)
+        self._display(self._call)
 
     def finish(self, call: Call, results: Sequence[str | None]) -> None:
         """Show everything, and what the last expression gave."""
         self._outputs = [_with_result(out, result or "") for out, result in zip(call.outputs(), results, strict=True)]
         self._show(fold(call.ranks, self._outputs))
+        self._display(call)
+
+    def _display(self, call: Call) -> None:
         for rank, bundles in zip(call.ranks, call.displays(), strict=True):
             for bundle in bundles if not self._quiet else ():
                 display({"text/plain": f"[{name_ranks([rank])}]"}, raw=True)

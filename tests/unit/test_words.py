@@ -9,6 +9,7 @@ import pytest
 
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.units import choose_ranks, name_ranks, parse_ranks
+from gpumem_nb.ui import cells
 from gpumem_nb.ui.cells import CellOutput, fold
 
 
@@ -70,15 +71,29 @@ def test_a_line_that_is_written_anew_takes_the_place_of_itself(printed: str, sho
     assert fold([0], [printed]).split("]", 1)[1].strip() == shown
 
 
+class Printed:
+    """A call of a cell that displays something on rank 1."""
+
+    ranks = (0, 1)
+
+    def outputs(self) -> list[str]:
+        return ["loss 0.5", "loss 0.5\n"]
+
+    def displays(self) -> list[list[Any]]:
+        return [[], [{"text/plain": "a figure"}]]
+
+
 def test_what_a_cell_printed_and_what_it_gave_are_on_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    class Printed:
-        ranks = (0, 1)
-
-        def outputs(self) -> list[str]:
-            return ["loss 0.5", "loss 0.5\n"]
-
-        def displays(self) -> list[list[Any]]:
-            return [[], []]
-
     CellOutput(quiet=False).finish(cast(Any, Printed()), ["42", "42"])
-    assert capsys.readouterr().out == "[ranks 0-1]\nloss 0.5\n42\n"
+    assert capsys.readouterr().out.startswith("[ranks 0-1]\nloss 0.5\n42\n")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_a_cell_displayed_before_it_failed_is_shown(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(cells, "display", lambda bundle, **_: shown.append(bundle["text/plain"]))
+    output = CellOutput(quiet)
+    output.failed()  # before it was asked for
+    output(cast(Any, Printed()))
+    output.failed()
+    assert shown == ([] if quiet else ["[rank 1]", "a figure"])
