@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import Any
 
-from ..internals.ipykernel_internals import with_running_loop
+from ..internals.ipykernel_internals import shell_here, with_running_loop
 
 MOST_SOURCES = 200
 """Of so many cells the lines are kept: functions of older ones show in tracebacks without them."""
@@ -88,6 +88,20 @@ def ends_with_semicolon(source: str) -> bool:
         return False
     line, column = last[0].end_lineno or 0, last[0].end_col_offset
     return source.encode().splitlines()[line - 1][column:].lstrip().startswith(b";")
+
+
+def shown(value: Any) -> str | None:
+    """Show what a last expression gives as a notebook does: an image or a table is displayed, and text is returned."""
+    shell = shell_here()
+    formats = shell.display_formatter
+    if formats.ipython_display_formatter(value):  # it has displayed itself
+        return None
+    rich, about = formats.format(value, exclude={"text/plain"})
+    text = repr(value)
+    if rich.keys() <= {"text/plain"}:
+        return text
+    shell.display_pub.publish({"text/plain": text, **rich}, about)
+    return None
 
 
 def _awaited(coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> Any:

@@ -103,7 +103,7 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
     Args:
         source: plain Python, magics already transformed.
         title: stands in tracebacks in place of a file name.
-        result: ``value`` to send back what the last expression gives, ``text`` for its representation only.
+        result: ``value`` to send back what the last expression gives, ``text`` to show it as a notebook does.
         memory: print at the end what the code did to the memory.
     """
 
@@ -124,7 +124,7 @@ def run_cell(source: str, title: str, result: str, memory: bool) -> bytes:
         if cells.ends_with_semicolon(source):
             return None
         with interruptible():  # what is shown may be computed for it
-            return repr(value)
+            return cells.shown(value)
 
     return _answer(run, CELL)
 

@@ -220,7 +220,8 @@ class HoldsWorkload:
             source: plain Python.
             ranks, timeout: as in :meth:`run`.
             title: stands in tracebacks in place of a file name, with a number of its own: ``<code 3>``.
-            result: ``value`` to send back what the last expression gives, ``text`` for its representation.
+            result: ``value`` to send back what the last expression gives, ``text`` for its representation, or
+                nothing where that is displayed, as a table is.
             memory: let each rank print what the code did to its memory.
             show: called ten times a second and at the end.
 

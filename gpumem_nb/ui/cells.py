@@ -57,9 +57,17 @@ class CellOutput:
         self._display(call)
 
     def _display(self, call: Call) -> None:
+        """Show figures and tables, those that several ranks have alike once."""
+        blocks: list[tuple[list[dict[str, Any]], list[int]]] = []
         for rank, bundles in zip(call.ranks, call.displays(), strict=True):
-            for bundle in bundles if not self._quiet else ():
-                display({"text/plain": f"[{name_ranks([rank])}]"}, raw=True)
+            alike = next((ranks for known, ranks in blocks if known == bundles), None)
+            if alike is None:
+                blocks.append((bundles, [rank]))
+            else:
+                alike.append(rank)
+        for bundles, ranks in blocks if not self._quiet else ():
+            for bundle in bundles:
+                display({"text/plain": f"[{name_ranks(ranks)}]"}, raw=True)
                 display(bundle, raw=True)
 
     def add_late(self) -> None:

@@ -11,21 +11,27 @@ from typing import Any, cast
 import cloudpickle
 import pytest
 from IPython.core.events import EventManager, available_events
+from IPython.core.formatters import DisplayFormatter
 
 from gpumem_nb.cluster.calls import Call
-from gpumem_nb.engine import entry, surroundings
+from gpumem_nb.engine import cells, entry, surroundings
 from gpumem_nb.engine.cells import attached_names
 from gpumem_nb.engine.link import signals
 from gpumem_nb.engine.surroundings import Surrounded
 from gpumem_nb.shared.errors import RankError, WorkloadError
 
 EVENTS = EventManager(cast(Any, None), available_events)
+DISPLAYED: list[dict[str, str]] = []
 
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What cells see, in place of an engine's."""
-    monkeypatch.setattr(entry, "shell_here", lambda: SimpleNamespace(parent_header={}, events=EVENTS))
+    shell = SimpleNamespace(parent_header={}, events=EVENTS, display_formatter=DisplayFormatter())
+    shell.display_pub = SimpleNamespace(publish=lambda data, metadata: DISPLAYED.append(data))
+    DISPLAYED.clear()
+    for module_with_it in (entry, cells):
+        monkeypatch.setattr(module_with_it, "shell_here", lambda: shell)
     module = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "__main__", module)
     return vars(module)
@@ -45,6 +51,18 @@ def test_a_cell_gives_its_value_or_its_representation() -> None:
     assert read(entry.run_cell("x = 3", "<code 3>", "text", memory=False)) is None
     assert read(entry.run_cell("x;  # quietly", "<code 4>", "text", memory=False)) is None
     assert read(entry.run_cell("x;", "<code 5>", "value", memory=False)) == 3
+
+
+def test_what_has_another_form_than_text_is_displayed() -> None:
+    table = (
+        "class Table:\n    def __repr__(self): return 'a table'\n    def _repr_html_(self): return '<table>'\nTable()"
+    )
+    assert read(entry.run_cell(table, "<code 1>", "text", memory=False)) is None
+    assert DISPLAYED == [{"text/plain": "a table", "text/html": "<table>"}]
+    itself = "class Shows:\n    def _ipython_display_(self): shown.append(1)\nshown = []\nShows()"
+    assert read(entry.run_cell(itself, "<code 2>", "text", memory=False)) is None
+    assert read(entry.run_cell("shown", "<code 3>", "text", memory=False)) == "[1]"
+    assert len(DISPLAYED) == 1
 
 
 def test_what_a_cell_shows_can_be_interrupted_while_it_is_computed() -> None:

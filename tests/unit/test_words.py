@@ -72,7 +72,7 @@ def test_a_line_that_is_written_anew_takes_the_place_of_itself(printed: str, sho
 
 
 class Printed:
-    """A call of a cell that displays something on rank 1."""
+    """A call of a cell that displays the same on two ranks."""
 
     ranks = (0, 1)
 
@@ -80,7 +80,7 @@ class Printed:
         return ["loss 0.5", "loss 0.5\n"]
 
     def displays(self) -> list[list[Any]]:
-        return [[], [{"text/plain": "a figure"}]]
+        return [[{"text/plain": "a figure"}]] * 2
 
 
 def test_what_a_cell_printed_and_what_it_gave_are_on_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,4 +96,4 @@ def test_what_a_cell_displayed_before_it_failed_is_shown(quiet: bool, monkeypatc
     output.failed()  # before it was asked for
     output(cast(Any, Printed()))
     output.failed()
-    assert shown == ([] if quiet else ["[rank 1]", "a figure"])
+    assert shown == ([] if quiet else ["[ranks 0-1]", "a figure"])
