@@ -15,7 +15,16 @@ from functools import partial
 from typing import Any
 
 from ..shared.errors import WorkloadError
-from .sameness import class_source, functions_of, globals_of, is_definition_of, is_lambda, other_defaults, returns_like
+from .sameness import (
+    attributes_of,
+    class_source,
+    functions_of,
+    globals_of,
+    is_definition_of,
+    is_lambda,
+    other_defaults,
+    returns_like,
+)
 from .statements import statement
 
 _OURS = "gpumem_nb"
@@ -104,6 +113,8 @@ class Collector:
         node, source = _lambda_node(role, function)
         for argument in other_defaults(node.args, function, function.__globals__):
             raise _changed(f"The workload's {role} is a lambda whose default of {argument}", "Define it")
+        for attribute in attributes_of(function):
+            raise _changed(f"The workload's {role} is a lambda whose attribute {attribute}", "Define it")
         body = ast.get_source_segment(source, node.body) or ast.unparse(node.body)
         body = f"(\n        {body}\n    )" if "\n" in body else body  # a return ends with its line
         written = f"def {name}({ast.unparse(node.args)}):\n    return {body}"
@@ -233,6 +244,8 @@ def _definition(role: str, name: str, function: types.FunctionType, source: str)
         raise _another_source(f"The workload's {role} uses {name}, which")
     for argument in other_defaults(node.args, function, function.__globals__):
         raise _changed(f"The workload's {role} uses {name}, whose default of {argument}", f"Define {name}")
+    for attribute in attributes_of(function):
+        raise _changed(f"The workload's {role} uses {name}, whose attribute {attribute}", f"Define {name}")
     return text
 
 

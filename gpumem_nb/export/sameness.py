@@ -138,6 +138,11 @@ def other_defaults(node: ast.arguments, function: types.FunctionType, known: Map
             yield name
 
 
+def attributes_of(function: types.FunctionType) -> list[str]:
+    """Return the names of what was set of a function after it was defined."""
+    return [name for name in vars(function) if not (name.startswith("__") and name.endswith("__"))]
+
+
 _NONE = object()
 # Of abstract classes, of named tuples and of enumerations.
 _BY_ITSELF = {"_abc_impl", "_fields", "_field_defaults", "_make", "_replace", "_asdict"}
@@ -191,6 +196,9 @@ def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
         if hasattr(alias, "asname")
     }
     known = {_mangled(name, node) for name in known} | _BY_ITSELF
+    for function in functions_of(value):
+        own = attributes_of(function) if function.__code__.co_filename == file else []
+        yield from (f"attribute {name} of {function.__name__}" for name in own)
     slots = {name for name, part in vars(value).items() if isinstance(part, types.MemberDescriptorType)}
     yield from (name for name in vars(value) if not (name in known | slots or name.startswith("__")))
     names = {**globals_of(value), **vars(value)}

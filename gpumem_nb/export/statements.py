@@ -208,7 +208,8 @@ def _given(node: ast.AST) -> Iterator[str]:
     """Yield names that ``with`` and ``for`` give."""
     target = node.optional_vars if isinstance(node, ast.withitem) else None
     target = node.target if isinstance(node, ast.For) else target
-    yield from (one.id for one in ast.walk(target or ast.Pass()) if isinstance(one, ast.Name))
+    names = (one for one in ast.walk(target or ast.Pass()) if isinstance(one, ast.Name))
+    yield from (one.id for one in names if isinstance(one.ctx, ast.Store))
 
 
 def _read_before(node: ast.AST) -> Iterator[str]:

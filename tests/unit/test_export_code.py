@@ -138,3 +138,17 @@ def test_a_class_is_what_its_statements_make_it() -> None:
 def test_a_class_that_its_statements_do_not_make_any_more_is_refused(change: str) -> None:
     with pytest.raises(WorkloadError, match=r"Net, whose .* was changed after it was defined"):
         written(BODY + change)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def loss(a, b): return a * getattr(loss, 'scale', 1)\nloss.scale = 10",
+        "loss = lambda a, b: a * getattr(loss, 'scale', 1)\nloss.scale = 10",
+        "def rate(a): return rate.scale * a\nrate.scale = 10\ndef loss(a, b): return rate(a)",
+        "class Rate:\n    def __call__(self, a): return a\nRate.__call__.scale = 10\ndef loss(a, b): return Rate()(a)",
+    ],
+)
+def test_a_function_with_attributes_of_its_own_is_refused(source: str) -> None:
+    with pytest.raises(WorkloadError, match=r"attribute scale.* was changed after it was defined"):
+        written(source)

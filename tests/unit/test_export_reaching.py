@@ -146,6 +146,9 @@ KEPT_WHOLE = {
         "lib = importlib.import_module('lib')\nlib.kinds.append(3)",
     ),
     "the variables of a library": ("import lib", "net = Net(rows)", "vars(lib)['kinds'][0] = 3"),
+    "an attribute that a loop sets": ("net = Net(rows)", "for net.turn in [4, 5]: pass"),
+    "an item that a loop sets": ("net = Net(rows)", "for i, net.r[0] in enumerate([7]): pass"),
+    "an attribute that a block sets": ("net = Net(rows)", "with open('/dev/null') as net.file: pass"),
     "a key that a function computes": (
         "def fn(x):\n    rows.append(x)\n    return x",
         "net = Net(rows)",
