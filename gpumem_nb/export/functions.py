@@ -51,6 +51,7 @@ class Collector:
         self.names: dict[str, Any] = {}
         self.defined: list[str] = []
         self.lazy_annotations = False
+        self._containers: list[Any] = []  # that were written down: kept, for their numbers
 
     def add(self, role: str, function: Any) -> str:
         """Gather the code of a function; returns an expression for it.
@@ -144,7 +145,7 @@ class Collector:
         def written(value: Any) -> str:
             if _is_plain(value) and len(text := repr(value)) <= _LONGEST_VALUE:
                 with suppress(ValueError, SyntaxError):  # not a number, for example
-                    if ast.literal_eval(text) == value:
+                    if ast.literal_eval(text) == value and self._is_new(value):
                         return text
             what = f"{name}, a {type(value).__name__} of the notebook" if name else f"a {type(value).__name__}"
             raise WorkloadError(
@@ -153,6 +154,13 @@ class Collector:
             )
 
         return written
+
+    def _is_new(self, value: Any) -> bool:
+        """Return whether no list, dict or set in a value was written down before: the script would have two of it."""
+        held = [*_containers(value)]
+        known = {*map(id, self._containers)}
+        self._containers += held
+        return len({*map(id, held)} - known) == len(held)
 
     def _check_not_ours(self, role: str, module: str) -> None:
         if module.partition(".")[0] == _OURS:
@@ -179,6 +187,15 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(_is_plain(part) for item in value.items() for part in item)
     return type(value) in _PLAIN
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """Yield the lists, dicts and sets in a value, each as often as it is there."""
+    if isinstance(value, list | dict | set):
+        yield value
+    if isinstance(value, list | tuple | set | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _containers(part)
 
 
 def _importable(value: Any) -> str:

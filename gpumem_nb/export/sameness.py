@@ -167,7 +167,9 @@ def class_source(value: type) -> str:
             if node.name == value.__name__ and _is_in(function, node):
                 begin = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                 text, file = "\n".join(source.split("\n")[begin - 1 : node.end_lineno]), function.__code__.co_filename
-                if changed := next(chain(_changed(value, node, file), other_methods(text, value, file, source)), ""):
+                if changed := next(
+                    chain(_changed(value, node, file, globals_of(value)), other_methods(text, value, file, source)), ""
+                ):
                     raise ValueError(changed)
                 return text
     raise OSError(value.__name__)
@@ -185,8 +187,12 @@ def globals_of(value: type) -> dict[str, object]:
     return next(own, functions[0]).__globals__
 
 
-def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
-    """Names of what is not as in the source."""
+def _changed(value: type, node: ast.ClassDef, file: str, around: Mapping[str, Any]) -> Iterator[str]:
+    """Names of what is not as in the source, where ``around`` are the variables."""
+    for one in node.body:
+        inner = vars(value).get(_mangled(one.name, node)) if isinstance(one, ast.ClassDef) else None
+        if isinstance(one, ast.ClassDef) and isinstance(inner, type):
+            yield from (f"{one.name}.{changed}" for changed in _changed(inner, one, file, around))
     known = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     known |= {one.name for one in ast.walk(node) if isinstance(one, _FUNCTION | ast.ClassDef)}
     known |= {
@@ -201,19 +207,33 @@ def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
         yield from (f"attribute {name} of {function.__name__}" for name in own)
     slots = {name for name, part in vars(value).items() if isinstance(part, types.MemberDescriptorType)}
     yield from (name for name in vars(value) if not (name in known | slots or name.startswith("__")))
-    names = {**globals_of(value), **vars(value)}
+    names = {**around, **vars(value)}
     bases = vars(value).get("__orig_bases__", value.__bases__)
     for base, then in zip(node.bases, bases, strict=False):
-        if is_another(base, then, globals_of(value)):
+        if is_another(base, then, around):
             yield f"base {ast.unparse(base)}"
-    last: dict[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda] = dict(_lambdas(node))
-    last |= {_mangled(one.name, node): one for one in node.body if isinstance(one, _FUNCTION)}
-    for name, part in last.items():
+    methods = dict(_lambdas(node)) | {_mangled(one.name, node): one for one in node.body if isinstance(one, _FUNCTION)}
+    yield from _changed_methods(value, node, file, methods, names)
+    for name, then in _attributes(node, value, names).items():
+        now = _as_written(_now(value, node, name), value, name)
+        alike = isinstance(now, then.kind) if isinstance(then, _Made) else _is_alike(then, now)
+        if _mangled(name, node) not in methods and not isinstance(now, types.MemberDescriptorType) and not alike:
+            yield _mangled(name, node)
+
+
+_Method = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def _changed_methods(
+    value: type, node: ast.ClassDef, file: str, methods: Mapping[str, _Method], known: Mapping[str, Any]
+) -> Iterator[str]:
+    """Names of methods that are not those of the source, and of their defaults."""
+    for name, part in methods.items():
         now = vars(value).get(name, _NONE)
         decorators = getattr(part, "decorator_list", [])
         if not decorators and not node.decorator_list:
             if isinstance(now, types.FunctionType) and now.__code__.co_filename == file and _is_in(now, part):
-                yield from (f"default of {argument}" for argument in other_defaults(part.args, now, names))
+                yield from (f"default of {argument}" for argument in other_defaults(part.args, now, known))
             elif not isinstance(now, classmethod | staticmethod):  # as some are by themselves
                 yield name
         elif {ast.unparse(one) for one in decorators} <= {"property", "classmethod", "staticmethod"}:
@@ -221,11 +241,6 @@ def _changed(value: type, node: ast.ClassDef, file: str) -> Iterator[str]:
             lines = [one.__code__.co_firstlineno for one in _functions_in(now) if one.__code__.co_filename == file]
             if not any(begin <= line <= (part.end_lineno or 0) for line in lines):
                 yield name
-    for name, then in _attributes(node, value, names).items():
-        now = _as_written(_now(value, node, name), value, name)
-        alike = isinstance(now, then.kind) if isinstance(then, _Made) else _is_alike(then, now)
-        if _mangled(name, node) not in last and not isinstance(now, types.MemberDescriptorType) and not alike:
-            yield _mangled(name, node)
 
 
 def _lambdas(node: ast.ClassDef) -> Iterator[tuple[str, ast.Lambda]]:

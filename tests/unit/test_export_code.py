@@ -152,3 +152,25 @@ def test_a_class_that_its_statements_do_not_make_any_more_is_refused(change: str
 def test_a_function_with_attributes_of_its_own_is_refused(source: str) -> None:
     with pytest.raises(WorkloadError, match=r"attribute scale.* was changed after it was defined"):
         written(source)
+
+
+@pytest.mark.parametrize("change", ["Net.Part.width = 9", "Net.Part.f = lambda self: 9", "Net.Part.Inner.depth = 3"])
+def test_a_class_inside_of_a_class_that_was_changed_is_refused(change: str) -> None:
+    source = (
+        "class Net:\n    class Part:\n        width = 2\n        class Inner:\n            depth = 1\n"
+        "        def f(self): return 3\n    def f(self): return self.Part().f() + self.Part.Inner.depth\n"
+        "def loss(*_): return Net().f()\n"
+    )
+    assert written(source)() == 4
+    with pytest.raises(WorkloadError, match=r"Net, whose Part\..* was changed after it was defined"):
+        written(source + change)
+
+
+@pytest.mark.parametrize(
+    "made", ["rows = [1]\nmore = rows", "rows = [1]\nmore = {'rows': rows}", "rows = more = [[0]] * 2"]
+)
+def test_variables_that_hold_one_list_are_refused_because_a_script_would_make_two(made: str) -> None:
+    with pytest.raises(
+        WorkloadError, match=r"uses (rows|more), a (list|dict) of the notebook, which cannot be written"
+    ):
+        written(f"{made}\ndef loss(*_): return rows, more")
