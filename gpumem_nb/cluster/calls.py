@@ -141,10 +141,15 @@ class Call:
         return [late_output(result) for result in self._results]
 
     def settle(self, timeout: float) -> None:
-        """Wait for the last output: it travels beside the answers and may arrive after them."""
+        """Wait for the last output, which travels beside the answers and may arrive after them.
+
+        No longer than ``timeout`` s for each rank, unless more comes in each such time.
+        """
         for result in self._results:
-            if result.done():
-                result.wait_for_output(timeout)
+            come = -1
+            while result.done() and come < (come := len(result.stdout) + len(result.stderr)):
+                if result.wait_for_output(timeout):
+                    break
 
     def displays(self) -> list[list[dict[str, Any]]]:
         """Return what each rank displayed (figures, tables), as MIME bundles."""

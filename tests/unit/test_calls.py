@@ -157,3 +157,24 @@ def test_what_ranks_say_of_their_surroundings_is_said_once_and_by_whom() -> None
     call = answered(replace(nothing, notes=("both",)), replace(nothing, notes=("both", "one")))
     assert call.get() == [None, None]
     assert call.notes() == ["both", "rank 1: one"]
+
+
+class Talking(Future[bytes]):
+    """An answer whose output comes in pieces after it, and is never said to be complete."""
+
+    stderr, pieces = "", 4
+    stdout = ""
+
+    def wait_for_output(self, timeout: float) -> bool:
+        self.stdout += "more" * (self.pieces > 0)
+        self.pieces -= 1
+        return False
+
+
+def test_output_is_waited_for_as_long_as_more_of_it_comes() -> None:
+    result = Talking()
+    result.set_result(b"")
+    call = Call([0], [result], pulse="pulse")
+    call.settle(0.0)
+    assert call.outputs() == ["more" * 4]
+    assert result.pieces == -1
