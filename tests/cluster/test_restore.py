@@ -99,6 +99,38 @@ def test_a_file_that_goes_once_it_was_checked_is_resumed_all_the_same(
     assert losses(session, 1)[0][0] == 3
 
 
+PICKY = """
+import torch
+class Picky(torch.nn.Linear):
+    seen, refuses = 0, False
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x)
+    def get_extra_state(self): return {"seen": self.seen}
+    def set_extra_state(self, state):
+        if rank == 1 and self.refuses: raise KeyError("another form")
+        self.seen = state["seen"]
+net, rows, loss = Picky(4, 1), [(torch.ones(4), torch.ones(1)) for _ in range(64)], torch.nn.MSELoss()
+"""
+
+
+def test_a_state_that_one_ranks_own_code_refuses_is_put_in_place_on_none(two_ranks: Session, tmp_path: Path) -> None:
+    two_ranks.run(PICKY)
+    two_ranks.attach("net", "rows", "loss")
+    two_ranks.train(3)
+    two_ranks.save(tmp_path / "x.state")
+    two_ranks.train(2)
+    two_ranks.run("net.refuses = True")
+    before = weights(two_ranks), two_ranks.run("net.seen")
+    with pytest.raises(StateFileError, match="the module Picky of rank 1 does not take back its state"):
+        two_ranks.resume(tmp_path / "x.state")
+    assert (weights(two_ranks), two_ranks.run("net.seen")) == before
+    assert two_ranks.train(1).steps == 1
+    two_ranks.run("net.refuses = False")
+    assert two_ranks.resume(tmp_path / "x.state").steps == 3
+    assert two_ranks.run("net.seen")[0] < before[1][0]
+
+
 def test_a_whole_file_of_the_wrong_content_changes_nothing(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:
