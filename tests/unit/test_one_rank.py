@@ -254,3 +254,13 @@ def test_a_trainer_that_is_dropped_leaves_no_hooks(
         with pytest.raises(WorkloadError, match="hold different models"):
             building.build(attached, stream(), device, time.time())
     assert hooks(model) == 0
+
+
+def test_a_weight_that_a_cell_gave_another_shape_is_refused(trainer: Trainer) -> None:
+    settings = Settings(batch_size=2)
+    assert trainer.run(Chunk(settings, 1, 1)).failure is None
+    next(trainer.live.model.parameters()).data = torch.zeros(6, 4)
+    cells.one_more()
+    failure = trainer.run(Chunk(settings, 1, 1)).failure
+    assert failure is not None
+    assert "weight has shape (6, 4) now and had (4, 4)" in failure.message

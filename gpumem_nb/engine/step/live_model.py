@@ -93,7 +93,7 @@ class LiveModel:
         self._parked: tuple[str, Parked, Rates] | None = None  # used last, until a step was done with another one
         self._in_use: str | None = None  # while other settings are tried: the optimizer's name
         self.parameters: list[Tensor] = list(in_groups(self.optimizer))
-        self._known = {id(param): weakref.ref(param) for param in self.parts.parameters()}
+        self._known = {id(param): (weakref.ref(param), param.shape) for param in self.parts.parameters()}
         self._checkpointing: Checkpointing | None = None
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
         self.trained_before = steps_before(self.parts.parameters())
@@ -223,11 +223,7 @@ class LiveModel:
         return list(map(id, self._trained())) != list(map(id, self.parameters))
 
     def relist(self) -> None:
-        """Train from now on what the optimizer has. A collective.
-
-        Raises:
-            WorkloadError: it is not the same on all ranks.
-        """
+        """Train from now on what the optimizer has. A collective. Raises ``WorkloadError`` if ranks have other ones."""
         trained = self._trained()
         shapes = [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in trained]
         if not same_everywhere(zlib.crc32(repr(shapes).encode()), "weights"):
@@ -239,17 +235,22 @@ class LiveModel:
         _add(self.optimizer, trained)
 
     def refuse_strangers(self) -> None:
-        """Weights that came into the model meanwhile must be trained, or frozen: the user would not notice otherwise.
+        """Weights that came into the model meanwhile must be trained, or frozen; others must have their old shapes.
 
         Raises:
-            WorkloadError: naming the first that no optimizer has, or a ``SyncBatchNorm``.
+            WorkloadError: naming the first that no optimizer has, one of another shape, or a ``SyncBatchNorm``.
         """
         for part in self.parts.named.values():
             check_modules(part)
         trained = set(map(id, self._trained()))
         for name, param in self.parts.named_parameters():
-            known = self._known.get(id(param), lambda: None)() is param
-            if param.requires_grad and not known and id(param) not in trained:
+            known, shape = self._known.get(id(param), (lambda: None, param.shape))
+            if known() is param and shape != param.shape:
+                raise WorkloadError(
+                    f"{name} has shape {tuple(param.shape)} now and had {tuple(shape)}, as the optimizer's state has. "
+                    "Build the optimizer anew, and attach model and optimizer again."
+                )
+            if param.requires_grad and known() is not param and id(param) not in trained:
                 raise WorkloadError(
                     f"{name} came into the model after it was attached, and no optimizer trains it. Add it with "
                     "optimizer.add_param_group({'params': [...]}) on all ranks, or attach the model again."
