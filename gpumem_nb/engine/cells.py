@@ -55,10 +55,12 @@ def execute(source: str, title: str, variables: dict[str, Any]) -> Any:
 
 
 def called(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Call a function of the user's as a cell does."""
+    """Call a function of the user's as a cell does; one that is ``async`` is awaited."""
     one_more()
-    with with_running_loop(_loop_of_cells()):
-        return function(*args)
+    loop = _loop_of_cells()
+    with with_running_loop(loop):
+        found = function(*args)
+    return _awaited(found, loop) if inspect.iscoroutine(found) else found
 
 
 def _loop_of_cells() -> asyncio.AbstractEventLoop:

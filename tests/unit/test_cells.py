@@ -71,12 +71,13 @@ def test_a_cell_may_await_and_tasks_live_on_in_the_next() -> None:
             cells.execute("await task", "<code 6>", variables),
             variables.update(task=cells.called(lambda: asyncio.create_task(asyncio.sleep(0, 4)), ())),
             cells.execute("await task", "<code 7>", variables),
+            cells.called(variables["work"], ()),
         ]
         assert asyncio.get_running_loop() is engines
         return found
 
     engines = asyncio.new_event_loop()
-    assert engines.run_until_complete(as_an_engine()) == [None, 3, [1, 2], 2, None, 3, None, 4]
+    assert engines.run_until_complete(as_an_engine()) == [None, 3, [1, 2], 2, None, 3, None, 4, 3]
     engines.close()
 
 
