@@ -140,7 +140,12 @@ def takes(function: Any) -> str:
 def _of_batch(function: Any, what: str) -> Callable[[Any, Any], Any]:
     if not callable(function):
         raise WorkloadError(f"The {what} must be callable; this is a {type(function).__name__}.")
-    if not isinstance(function, nn.Module) and _first_parameter(function) == "model":
+    if isinstance(function, type):
+        name = function.__name__
+        raise WorkloadError(f"The {what} is the class {name} and not an object of it: {what} = {name}()")
+    if _parameters(function)[1:2] == ["model"]:
+        raise WorkloadError(f"The {what} takes the model second. Write it as {what}(model, batch).")
+    if not isinstance(function, nn.Module) and _parameters(function)[:1] == ["model"]:
         return function  # type: ignore[no-any-return]
     return Criterion(function, what) if _module_of(function).startswith("torch.") else LossOfUnknownForm(function, what)
 
@@ -227,7 +232,7 @@ class LossOfUnknownForm:
                 return False
             if first != second:
                 return first > second
-        return _first_parameter(self.criterion) in _MODELS
+        return any(name in _MODELS for name in _parameters(self.criterion)[:1])
 
 
 _Reached = list[tuple[CodeType, int]]
@@ -265,11 +270,11 @@ def _module_of(loss: Any) -> str:
     return str(getattr(loss, "__module__", None) or type(loss).__module__) + "."
 
 
-def _first_parameter(function: Callable[..., Any]) -> str:
+def _parameters(function: Callable[..., Any]) -> list[str]:
     try:
-        return next(iter(inspect.signature(function).parameters), "")
+        return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # of what is written in C
-        return ""
+        return []
 
 
 def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:

@@ -278,3 +278,18 @@ def test_gradients_that_a_cell_has_switched_off_are_named() -> None:
         checked_loss(Scaled()(X, Y))
     with pytest.raises(WorkloadError, match="does not depend on the model's weights"):
         checked_loss(torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (nn.MSELoss, r"^The loss is the class MSELoss and not an object of it: loss = MSELoss\(\)$"),
+        (
+            lambda batch, model: model(batch[0]).sum(),
+            r"^The loss takes the model second. Write it as loss\(model, batch\)",
+        ),
+    ],
+)
+def test_slips_that_any_call_would_fail_at_are_named(loss: Any, sentence: str) -> None:
+    with pytest.raises(WorkloadError, match=sentence):
+        as_loss(loss)
