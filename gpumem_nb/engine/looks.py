@@ -25,11 +25,12 @@ from ..memory.tensors import tensors_in
 from ..shared.errors import WorkloadError
 from ..shared.messages import Chunk
 from ..shared.questions import MOST_SAMPLES, InputFacts, ModelFacts, SeenSamples, SyncLook, TensorTotal
+from ..shared.settings import Settings
 from .cells import attached_names
 from .copies import checksum
 from .data.stream import ShardedStream
 from .link.communicator import here
-from .random_state import begin_on_host, set_aside
+from .random_state import begin_on_host, seeded, set_aside
 from .step.parts import evaluating
 from .step.step import Looks
 from .step.trials import NO_CONFIGURATION
@@ -37,7 +38,9 @@ from .step.trials import NO_CONFIGURATION
 if TYPE_CHECKING:
     from .step.trainer import Trainer
 
-_HALF = 4  # samples; two of them are a micro-batch in which pairs, lengths and classes differ
+Norms = list[tuple[float, float]]
+_OTHER_SEED = 1
+_WHOLE_BATCH, _PARTS = 8, (2, 4)  # samples, and parts: classes and lengths hardly ever come out alike in all of them
 # Of a gradient's norm: more than fp32, or TF32 on a GPU, loses by adding up in another order; the same for 16 bits.
 _ROUNDING, _ROUNDING_16_BIT = 0.01, 0.05
 _WHOLE = (torch.uint8, torch.int16, torch.int32)  # from the smallest: what images, labels and tokens come in
@@ -96,30 +99,54 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def splits_to_mean(trainer: Trainer) -> bool | None:
-    """Find out whether the gradient of a micro-batch is the mean of its halves' gradients; ``None`` if a step fails.
+    """Find out whether the gradient of a micro-batch is the mean of its parts' gradients.
 
-    It is not for losses over pairs of samples, sums, means over tokens, and classes with weights. All ranks take two
-    small steps, which are undone: in evaluation mode, because dropout would tell them apart.
+    It is not for losses over pairs of samples, sums, means over tokens, and classes with weights. All ranks take small
+    steps, which are undone: in evaluation mode, because dropout would tell them apart. ``None`` if a step fails, or if
+    the whole one once more, with other random numbers, has another gradient, too.
     """
-    live, seen = trainer.live, list[list[tuple[float, float]]]()
+    live = trainer.live
     whole = live.settings.replace(
-        batch_size=2 * _HALF, accumulation_steps=1, precision="fp32", checkpointing="none", reduction="average"
+        batch_size=_WHOLE_BATCH, accumulation_steps=1, precision="fp32", checkpointing="none", reduction="average"
     )
-    for settings in (whole, whole.replace(batch_size=_HALF, accumulation_steps=2)):
-        chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
-        trainer.stepper.looks = Looks(gradients=lambda: seen.append(_gradients(live.parameters)))
-        try:
-            with trainer.aside(settings), trainer.trying(chunk) as why_not, evaluating(live.parts.modules()):
-                failed = trainer.try_step(why_not, chunk).failure is not None
-        finally:
-            trainer.stepper.looks = Looks()
-        if here().any_rank(failed, "splits"):
-            return None
     narrow = any(param.dtype.itemsize < torch.float32.itemsize for param in live.parameters)
-    return _alike(seen[0], seen[1], _ROUNDING_16_BIT if narrow else _ROUNDING) if len(seen) == 2 else None
+    rounding = _ROUNDING_16_BIT if narrow else _ROUNDING
+
+    def alike(one: Norms | None, other: Norms | None) -> bool | None:
+        """Agreed upon by all ranks, which go on together; ``None`` if a gradient is missing on any."""
+        if here().any_rank(one is None or other is None, "splits"):
+            return None
+        return not here().any_rank(not _alike(one or [], other or [], rounding), "splits alike")
+
+    first = _gradients_of(trainer, whole)
+    for parts in _PARTS:
+        split = whole.replace(batch_size=_WHOLE_BATCH // parts, accumulation_steps=parts)
+        found = alike(first, _gradients_of(trainer, split))
+        if found is False and not alike(first, _gradients_of(trainer, whole, _OTHER_SEED)):
+            found = None
+        if not found:
+            return found
+    return True
 
 
-def _gradients(params: Iterable[Tensor]) -> list[tuple[float, float]]:
+def _gradients_of(trainer: Trainer, settings: Settings, seed: int | None = None) -> Norms | None:
+    """Take a step in evaluation mode, which is undone; ``None`` if it fails here. With a ``seed``, it draws others."""
+    seen, chunk = list[Norms](), Chunk(settings, NO_CONFIGURATION, 1, trial=True)
+    trainer.stepper.looks = Looks(gradients=lambda: seen.append(_gradients(trainer.live.parameters)))
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(trainer.aside(settings))
+            why_not = stack.enter_context(trainer.trying(chunk))
+            stack.enter_context(evaluating(trainer.live.parts.modules()))
+            if seed is not None:
+                stack.enter_context(seeded(seed))
+            trainer.try_step(why_not, chunk)
+    finally:
+        trainer.stepper.looks = Looks()
+    return seen[0] if seen else None
+
+
+def _gradients(params: Iterable[Tensor]) -> Norms:
     """Return each gradient's norm, and its product with its weight, which tells apart those of the same norm."""
     numbers = []
     for param in params:
@@ -131,7 +158,7 @@ def _gradients(params: Iterable[Tensor]) -> list[tuple[float, float]]:
     return [(float(norm), float(along)) for norm, along in torch.stack(numbers).tolist()] if numbers else []
 
 
-def _alike(one: list[tuple[float, float]], other: list[tuple[float, float]], rounding: float) -> bool:
+def _alike(one: Norms, other: Norms, rounding: float) -> bool:
     if len(one) != len(other):
         return False
     largest = max((norm for norm, _ in one), default=0.0)

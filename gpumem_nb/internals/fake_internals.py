@@ -27,11 +27,16 @@ def fake_mode() -> AbstractContextManager[Any]:
     return mode
 
 
-def stand_in(mode: Any, tensor: Tensor) -> Tensor | None:
-    """Return the fake tensor that a fake mode uses for a real one, the same while it lives; ``None`` for a fake one."""
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor has no memory."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return None if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+    return isinstance(tensor, FakeTensor)
+
+
+def stand_in(mode: Any, tensor: Tensor) -> Tensor | None:
+    """Return the fake tensor that a fake mode uses for a real one, the same while it lives; ``None`` for a fake one."""
+    return None if is_fake(tensor) else mode.from_tensor(tensor)
 
 
 def in_fake_mode() -> bool:

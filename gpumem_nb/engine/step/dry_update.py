@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from ...internals.fake_internals import (
     fake_mode,
     foreach_as_for_real_tensors,
     has_constant,
+    is_fake,
     modes_set_aside,
 )
 from ...internals.torch_internals import TorchDispatchMode, step_hooks_held_back, stepped_by_others
@@ -40,11 +40,16 @@ from ..undo.python_state import PythonState
 from ..undo.step_undo import UpdateUndo
 from . import optimizers
 from .live_model import LiveModel
+from .parts import in_groups
 
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
 SCRATCH_COPIES = 6  # of the weights: themselves, gradients, state, and what is under way
 _SCRATCH_UPDATES, _SCRATCH_S = 3, 0.5  # after one that makes the state; none is begun after so long
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_NEW = torch.ops.aten.lift_fresh.default  # of ``torch.tensor``
+
+
+_BY_ANOTHER_WAY = "it changes what is trained, or itself, by way of a variable or a function of its own"
 
 
 class CannotBeForeseen(Exception):
@@ -74,11 +79,10 @@ def foresee(
     """
     if stepped_by_others(optimizer):
         raise CannotBeForeseen(f"the step of this {type(optimizer).__name__} was replaced by another function")
-    if name := _closure_in(optimizer):
-        raise CannotBeForeseen(f"{name} of this {type(optimizer).__name__} is a function that may refer to itself")
     log = UpdateLog(device, allocation)
     try:
-        with modes_set_aside(), foreach_as_for_real_tensors(), _leaving_no_trace(optimizer), ExitStack() as stack:
+        with modes_set_aside(), foreach_as_for_real_tensors(), ExitStack() as stack:
+            was_changed = stack.enter_context(_leaving_no_trace(optimizer))
             mode = fake_mode()
             dry = _Copies(lambda tensor: _fake(mode, log, tensor), copied_as_fake(mode))
             fake, dry_scaler = dry.of_optimizer(optimizer), dry.of_scaler(scaler) if scaler else None
@@ -88,13 +92,12 @@ def foresee(
             optimizers.set_implementation(fake, implementation)
             stack.enter_context(step_hooks_held_back(fake, pre=True))
             optimizers.update(fake, dry_scaler, clip_norm, lambda: type(fake).step(fake))
-            owned = [
-                (value, dry.real[id(param)])
-                for param, values in fake.state.items()
-                for value in tensors_in(values)
-                if id(param) in dry.real
-            ]
+            if was_changed():
+                raise CannotBeForeseen(_BY_ANOTHER_WAY)
+            owned = _kept_by(fake, lambda param: dry.real.get(id(param)))
             return log.foreseen(owned)
+    except CannotBeForeseen:
+        raise
     except Exception as error:
         raise CannotBeForeseen(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
 
@@ -112,22 +115,39 @@ def update_in_question(live: LiveModel, recorder: Recorder, device: Device) -> t
     number_of = recorder.pause(_held_by(optimizer))
     try:
         how = (settings.optimizer_impl, scaler, settings.clip_norm, device.torch_device)
-        return foresee(optimizer, *how, number_of), ""
+        found, why_taken = foresee(optimizer, *how, number_of), ""
     except CannotBeForeseen as error:
-        undo, scaler_state = UpdateUndo(live.parameters, optimizer), live.scaler.state_dict()
+        why_taken, scaler_state = str(error), live.scaler.state_dict()
+        undo = UpdateUndo(live.parts.parameters(), optimizer)
         try:
             optimizers.set_implementation(optimizer, settings.optimizer_impl)
             with step_hooks_held_back(optimizer, pre=True):
-                return _taken(optimizer, scaler, settings.clip_norm, device), str(error)
+                found = _taken(optimizer, scaler, settings.clip_norm, device)
         finally:
             undo.undo()
             live.replace_scaler(scaler_state)
+    # What the workload's own keeps beside another optimizer does not leave with the state of that.
+    return found.of_new() if live.state_would_leave else found, why_taken
 
 
 def _held_by(optimizer: Optimizer) -> list[Tensor]:
     """The tensors that an update may replace: weights, gradients and state, also of one inside of another one."""
-    found = [tensor for one in optimizers.with_inner(optimizer) for tensor in tensors_in(list(vars(one).values()))]
+    found = [tensor for one in optimizers.with_inner(optimizer) for tensor in _inside(one)]
     return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+
+
+def _kept_by(optimizer: Optimizer, real: Callable[[Any], Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors that an optimizer keeps beside weights, each with a real weight that it is kept for."""
+    weights = {id(param): weight for param in in_groups(optimizer) if (weight := real(param)) is not None}
+    first = next(iter(weights.values()))
+    found = {id(value): (value, first) for one in optimizers.with_inner(optimizer) for value in _inside(one)}
+    for param, kept in optimizer.state.items():
+        found |= {id(value): (value, weights.get(id(param), first)) for value in tensors_in(kept)}
+    return [pair for key, pair in found.items() if key not in weights]
+
+
+def _inside(optimizer: Optimizer) -> Iterator[Tensor]:
+    return tensors_in(list(vars(optimizer).values()))
 
 
 def _taken(optimizer: Optimizer, scaler: GradScaler | None, clip_norm: float | None, device: Device) -> Foreseen:
@@ -136,7 +156,7 @@ def _taken(optimizer: Optimizer, scaler: GradScaler | None, clip_norm: float | N
     log.begin([])
     with log.watching():
         optimizers.update(optimizer, scaler, clip_norm, (lambda: scaler.step(optimizer)) if scaler else optimizer.step)
-    state = [(value, param) for param, values in optimizer.state.items() for value in tensors_in(values)]
+    state = _kept_by(optimizer, lambda param: param)
     owned = tuple((log.allocation(value), value.untyped_storage().nbytes(), param) for value, param in state)
     events = log.end()
     rows = zip(events.allocation.tolist(), events.bytes.tolist(), events.call.tolist(), strict=True)
@@ -149,13 +169,11 @@ def timed_on_scratch(
     """Return the seconds of an update, timed on a copy whose tensors are zeros; ``None`` without the room.
 
     Args:
-        optimizer: whose update it is; nothing of it is changed.
+        optimizer: whose update it is, torch's own or one that was foreseen; nothing of it is changed.
         implementation, scaler, clip_norm: as for :func:`foresee`.
         device: where the weights are.
     """
     here = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    if _closure_in(optimizer):
-        return None
     room = device.room()
     if room is not None and room < SCRATCH_COPIES * sum(param.nbytes for param in here):
         return None
@@ -182,19 +200,18 @@ def timed_on_scratch(
     return statistics.median(took_s[1:] or took_s)
 
 
-def _closure_in(optimizer: Optimizer) -> str:
-    """The name of a function that would work on the optimizer itself also where a copy calls it; empty without one."""
-    held = (item for one in optimizers.with_inner(optimizer) for item in vars(one).items() if item[0] != "step")
-    return next((name for name, value in held if isinstance(value, FunctionType) and value.__closure__), "")
-
-
 @contextmanager
-def _leaving_no_trace(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, a copy is updated: what its class counts or its code draws goes on as if it had not been."""
+def _leaving_no_trace(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
+    """Inside, a copy is updated: what its code counts, keeps or draws goes on as if it had not been.
+
+    Gives a function that says whether the optimizer itself was changed, as by a closure, which a copy shares.
+    """
+    roots = (type(optimizer) if optimizers.is_torchs(optimizer) else optimizer,)
+    places = PythonState(lambda: roots)
     with set_aside():
-        taken = PythonState(lambda: (type(optimizer),)).take()
+        taken = places.take()
         try:
-            yield
+            yield lambda: bool(taken.differing(places.take()))
         finally:
             taken.put_back()
 
@@ -221,7 +238,7 @@ class _Copies:
     def of_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the same with other tensors, without what is called before and after its updates."""
         weights = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for tensor in tensors_in(list(vars(optimizer).values())):
+        for tensor in _inside(optimizer):
             if id(tensor) in self._memo:
                 continue
             other = self._memo[id(tensor)] = self._stand_in(tensor)
@@ -280,6 +297,8 @@ class _Watching(TorchDispatchMode):
         if func is _DEVICE and self._cpu:
             return _CPU
         kwargs = kwargs or {}
+        if not (self._torchs or func is _NEW or all(map(is_fake, tensors_in([args, kwargs])))):
+            raise CannotBeForeseen(_BY_ANOTHER_WAY)
         if func is _ITEM and self._torchs and not has_constant(args[0]):
             return 1.0 if args[0].is_floating_point() else 1
         with self._log.operator(func, args):

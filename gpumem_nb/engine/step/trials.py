@@ -34,6 +34,7 @@ from ..link.communicator import here
 from ..link.group import among
 from .dry_update import timed_on_scratch
 from .live_model import LiveModel
+from .optimizers import is_torchs
 from .samples import Outcome
 from .step import Stepper
 from .step_clock import StepTimings
@@ -229,7 +230,7 @@ class Trials:
             trial = self._trainer.try_step(failure, chunk if first else replace(chunk, ledger_steps=1))
             if trial.failure is None and not first:
                 first.append(trial)
-                updates.append(self._update_s(settings, trial.trace))
+                updates.append(self._update_s(settings, trial))
             update_s = updates[0][0] if updates else 0.0
             # Workers fetch while steps are taken; steps that are undone would wait for each of them to begin.
             return trial.work_s + update_s, 0.0 if settings.num_workers else trial.data_s, trial.failure
@@ -266,7 +267,7 @@ class Trials:
                 if here().any_rank(found is None, "scaling"):
                     return StepsAmong(failure=trial.failure)
                 assert found is not None
-                update_s = update_s if number else self._update_s(settings, None)[0]
+                update_s = update_s if number else self._update_s(settings)[0]
                 # Undoing is the toolkit's, and workers of steps that are undone begin anew with each of them.
                 found = found.without(TOOLKIT, *([DATA] if settings.num_workers else []))
                 times.append(found.with_update(update_s))
@@ -333,16 +334,17 @@ class Trials:
         self._not_foreseen = next((trial.not_foreseen for trial in trials), "")
         return SmallSteps([trial.trace for trial in trials if trial.trace], self._trainer.stream.varies)
 
-    def _update_s(self, settings: Settings, trace: Trace | None) -> tuple[float, str]:
+    def _update_s(self, settings: Settings, trial: Trial | None = None) -> tuple[float, str]:
         """Return how long an update takes that trials do not take, in seconds, and how that is known."""
         live, times = self._trainer.live, self._trainer.update_times
         if (seconds := times.of(settings)) is not None:
             return seconds, UPDATE_TRAINED
         scaler = live.scaler if settings.precision == "fp16" else None
-        asked = live.optimizer_in_question()
-        found = timed_on_scratch(asked, settings.optimizer_impl, scaler, settings.clip_norm, self._device)
-        if found is not None:
-            return found, UPDATE_ON_SCRATCH
+        asked, trace = live.optimizer_in_question(), trial.trace if trial else None
+        if is_torchs(asked) or (trial and trace and not trial.not_foreseen):  # others may change what is trained
+            found = timed_on_scratch(asked, settings.optimizer_impl, scaler, settings.clip_norm, self._device)
+            if found is not None:
+                return found, UPDATE_ON_SCRATCH
         of = {} if trace is None else dict(zip(CATEGORIES, trace.bytes_by_category(), strict=True))
         scaled = times.scaled(2 * of.get(PARAMETERS, 0) + of.get(OPTIMIZER_STATE, 0))
         return (0.0, UPDATE_UNKNOWN) if scaled is None else (scaled, UPDATE_SCALED)

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -235,6 +235,11 @@ class Foreseen:
     def highest_bytes(self) -> int:
         """Return by how much live bytes grow at most."""
         return int(np.cumsum([0, *(nbytes for _, nbytes, _ in self.rows)]).max())
+
+    def of_new(self) -> Foreseen:
+        """Return the same with only that state owned which the update makes."""
+        made = {number for number, nbytes, _ in self.rows if nbytes > 0}
+        return replace(self, owned=tuple(one for one in self.owned if one[0] in made))
 
     def after(self, events: Events, live_bytes: int, now_ns: int, update_s: float) -> Events:
         """Return the events of a step with those of its update behind them.

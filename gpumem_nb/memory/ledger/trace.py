@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -90,12 +91,17 @@ class Trace:
         """Return the same step once the optimizer has its state: what it makes of that and keeps was there before.
 
         An optimizer makes its state in its first update, after the peak of most steps; from then on it is there during
-        forward and backward. Other ``lasting`` categories are treated alike.
+        forward and backward. Other ``lasting`` categories are treated alike. What takes the place of something that
+        goes, as in an optimizer that computes its state anew, was not there before.
         """
         released = np.zeros(len(self.size), dtype=np.bool_)
         released[-self.event[self.event < 0] - 1] = True
         lasts = np.isin(self.category, [CODE[category] for category in lasting])
         new = lasts & ~self.before & ~released
+        replaced = Counter(self.size[lasts & self.before & released].tolist())
+        for place in np.flatnonzero(new) if replaced else ():
+            new[place] = not replaced[size := int(self.size[place])]
+            replaced[size] -= not new[place]
         kept = ~new[np.abs(self.event) - 1]
         return replace(
             self, before=self.before | new, event=self.event[kept], phase=self.phase[kept], module=self.module[kept]

@@ -1,0 +1,202 @@
+"""Questions about the user's own optimizers and losses: what they find, and that they change nothing."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+from gpumem_nb.engine.data.handed import as_dataset
+from gpumem_nb.engine.data.stream import ShardedStream
+from gpumem_nb.engine.looks import splits_to_mean
+from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.memory.device import opened
+from gpumem_nb.shared.forecast import Forecast
+from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Workload
+from tests.links import Overheard
+from tests.unit.test_one_rank import alone as alone  # a fixture
+
+OWN = Settings(batch_size=256, optimizer="own")
+WIDTH, LABELS = 128, torch.tensor([0, 1, 1, 2, 3, 3, 3, 0] * 64)
+
+
+@pytest.fixture(autouse=True)
+def forgetful(alone: Overheard) -> None:
+    """The link keeps no gradients, nor is anything left of earlier tests: both would take memory."""
+    alone.keeps = False
+    trained.clear()
+    gc.collect()
+
+
+trained: list[nn.Module] = []  # as a cell's variable, which an optimizer of the user's may use
+averages: dict[str, Tensor] = {}
+
+
+class Usual(Optimizer):
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+
+
+class ByVariable(Usual):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for name, param in trained[0].named_parameters():
+            param.data = 0.9 * param.data
+            averages.setdefault(name, param.clone()).lerp_(param, 0.5)
+
+
+class ByClosures(Usual):
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params)
+        self.updates = 0
+
+        def rule(param: Tensor) -> None:
+            self.updates += 1
+            self.state[param].setdefault("mean", torch.zeros_like(param)).mul_(0.9)
+            param.mul_(0.9)
+
+        self.rules = [rule]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.weights:
+            self.rules[0](param)
+
+
+class Anew(Usual):
+    """Keeps a mean that it computes anew in each update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.weights:
+            assert param.grad is not None
+            state = self.state[param]
+            state["mean"] = 0.9 * state["mean"] + param.grad if "mean" in state else param.grad.clone()
+            param.sub_(0.01 * state["mean"])
+
+
+class InAttributes(Usual):
+    """Keeps two means of its own, made in the first update, where torch's optimizers have none."""
+
+    means: list[tuple[Tensor, Tensor]] | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        weights = self.weights
+        if self.means is None:
+            self.means = [(torch.zeros_like(param), torch.zeros_like(param)) for param in weights]
+        for param, (mean, square) in zip(weights, self.means, strict=True):
+            assert param.grad is not None
+            mean.mul_(0.9).add_(param.grad, alpha=0.1)
+            square.mul_(0.9).addcmul_(param.grad, param.grad, value=0.1)
+            param.addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-4)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+
+
+def rows() -> TensorDataset:
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(len(LABELS), WIDTH), LABELS)
+
+
+def mean_square(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    output: Tensor = model(batch[0])
+    return output.square().mean()
+
+
+def trainer_of(
+    optimizer: Callable[[Iterable[Tensor]], Optimizer] | None, loss: Any = mean_square, model: Any = network
+) -> Trainer:
+    stream = ShardedStream(*as_dataset(rows()), rank=0, size=1)
+    return Trainer(Workload("mine", model, rows, loss, optimizer=optimizer), stream, opened(), time.time())
+
+
+def forecast(trainer: Trainer, settings: Settings = OWN) -> Forecast:
+    found = trainer.trials.forecast(settings, [settings.batch_size], [settings.batch_size], 0)
+    assert found.failure is None
+    return found.of[0]
+
+
+def train(trainer: Trainer, steps: int, settings: Settings = OWN, settings_id: int = 1) -> int:
+    """Return the highest live bytes of the steps."""
+    reply = trainer.run(Chunk(settings, settings_id, steps))
+    assert reply.failure is None
+    return max(sample.live_peak_bytes for sample in reply.samples)
+
+
+@pytest.mark.parametrize("kind", [ByVariable, ByClosures])
+def test_an_optimizer_that_reaches_weights_by_another_way_changes_none_when_it_is_asked_about(
+    kind: type[Optimizer],
+) -> None:
+    trainer = trainer_of(kind)
+    optimizer = trainer.live.own_optimizer
+    trained[:] = [trainer.live.model]
+    averages.clear()
+    before = [param.detach().clone() for param in trainer.live.parts.parameters()]
+    forecast(trainer)
+    assert trainer.trials.rehearse(OWN).steps_s
+    assert all(map(torch.equal, trainer.live.parts.parameters(), before))
+    assert not averages
+    assert optimizer is not None
+    assert not optimizer.state
+    assert getattr(optimizer, "updates", 0) == 0
+    train(trainer, 2)
+    assert getattr(optimizer, "updates", 24) == 24
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, InAttributes])
+def test_state_is_counted_before_the_first_step_wherever_an_optimizer_keeps_it(kind: type[Optimizer]) -> None:
+    trainer = trainer_of(kind)
+    before = forecast(trainer).live_peak_bytes
+    weights = sum(param.nbytes for param in trainer.live.parameters)
+    assert before - train(trainer, 1) >= 1.9 * weights
+    assert before == pytest.approx(train(trainer, 2), rel=0.01)
+    assert before == pytest.approx(forecast(trainer).live_peak_bytes, rel=0.01)
+
+
+def test_state_that_each_update_computes_anew_is_there_once() -> None:
+    trainer = trainer_of(Anew)
+    before = forecast(trainer)
+    train(trainer, 2)
+    after = forecast(trainer)
+    assert before.phase == after.phase == "backward"
+    assert after.live_peak_bytes == pytest.approx(before.live_peak_bytes, rel=0.01)
+
+
+def test_the_state_of_ones_own_optimizer_stays_beside_another_and_is_counted_when_it_is_asked_about() -> None:
+    trainer = trainer_of(torch.optim.AdamW)
+    train(trainer, 2)
+    own = forecast(trainer).live_peak_bytes
+    train(trainer, 2, OWN.replace(optimizer="adam"), 2)
+    assert forecast(trainer, OWN).live_peak_bytes == pytest.approx(own, rel=0.01)
+
+
+def noisy(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """A mean over samples that draws twice, so that each micro-batch draws other numbers."""
+    output: Tensor = model(batch[0] + torch.randn_like(batch[0]))
+    return (output + torch.randn_like(output)).square().mean()
+
+
+def weighted(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], weight=torch.logspace(-2, 1, WIDTH))
+
+
+@pytest.mark.parametrize(("loss", "found"), [(mean_square, True), (noisy, None), (weighted, False)])
+def test_a_loss_that_draws_is_not_said_to_be_no_mean_over_samples(loss: Any, found: bool | None) -> None:
+    assert splits_to_mean(trainer_of(None, loss)) is found
