@@ -139,6 +139,7 @@ def predicted(
     """
     least = round(one.live_peak_bytes * (1 - one.error))
     low, high = max(least, one.low_bytes - error_bytes), one.high_bytes + error_bytes
+    fits = one.fits and (limit_bytes is None or least <= limit_bytes)  # a budget is less than what ranks replay with
     return Prediction(
         settings=settings,
         live_peak_bytes=one.live_peak_bytes,
@@ -147,7 +148,7 @@ def predicted(
         low_bytes=low,
         high_bytes=high,
         limit_bytes=limit_bytes,
-        verdict=verdict(low, high, limit_bytes, one.fits, one.fits_recut),
+        verdict=verdict(low, high, limit_bytes, fits, one.fits_recut),
         categories=one.at_peak,
         phase=one.phase,
         module=one.module,
@@ -165,10 +166,19 @@ def with_longest(whole: Prediction, small: Prediction) -> Prediction:
     return replace(whole, high_bytes=high, verdict=_between(whole, whole.low_bytes, high), sample=small.sample)
 
 
+def within(one: Prediction, limit_bytes: int | None) -> Prediction:
+    """Return the same under another limit."""
+    said = verdict(one.low_bytes, one.high_bytes, limit_bytes, one.verdict != DOES_NOT_FIT, _fits_recut(one))
+    return replace(one, limit_bytes=limit_bytes, verdict=said)
+
+
 def _between(one: Prediction, low: int, high: int) -> str:
     """Decide whether it fits within other bounds. What may not fit where the cache is cut may not within these."""
-    recut = one.verdict != TIGHT or (one.limit_bytes is not None and one.high_bytes > one.limit_bytes)
-    return verdict(low, high, one.limit_bytes, one.verdict != DOES_NOT_FIT, recut)
+    return verdict(low, high, one.limit_bytes, one.verdict != DOES_NOT_FIT, _fits_recut(one))
+
+
+def _fits_recut(one: Prediction) -> bool:
+    return one.verdict != TIGHT or (one.limit_bytes is not None and one.high_bytes > one.limit_bytes)
 
 
 def _at_least(answer: Forecasts, settings: Settings, seconds: float) -> Prediction:

@@ -16,6 +16,7 @@ from gpumem_nb.planning.fit import (
     settled,
     verdict,
     with_longest,
+    within,
     worth_a_step,
 )
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
@@ -176,3 +177,18 @@ def test_the_answer_leaves_a_segment_so_that_asking_again_does_not_deny_it() -> 
 def test_a_line_through_two_peaks_has_a_margin_of_a_whole_segment() -> None:
     assert forecast(10, BY_PEAKS).high_bytes == 30 * MIB
     assert forecast(10, BY_PEAKS).low_bytes == round(8.5 * MIB), "no less than what is live at least"
+
+
+def test_what_needs_much_more_than_a_budget_does_not_fit_it_though_the_ranks_limit_holds_it() -> None:
+    def said_within(budget: float) -> str:
+        answer = Forecasts(3, READING, 0.1, round(budget * MIB), (forecast(900, fits=True),))
+        return of_ranks([answer], Settings(), [8, 16], 0.1).verdict
+
+    assert [said_within(mib) for mib in (500, 890, 950)] == [DOES_NOT_FIT, TIGHT, FITS]
+
+
+def test_within_another_limit_a_prediction_is_decided_anew() -> None:
+    assert within(said(995), 2 * LIMIT).verdict == FITS
+    tight = replace(said(900), verdict=TIGHT)  # where steps of another size have cut the cache
+    assert within(tight, 2 * LIMIT).verdict == TIGHT
+    assert within(said(900), None).verdict == NO_LIMIT

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from gpumem_nb.kernel.questions.fitting import Fitting
 from gpumem_nb.planning.what_if import Cell, WhatFits
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
@@ -56,3 +58,21 @@ def test_where_nothing_fits_it_says_what_one_sample_needs_at_least() -> None:
     assert found.notes[-1] == "One sample needs 1.1 GiB with fp32, blocks."
     assert "more than 900.0 MiB with fp32, none" in WhatFits(cells[:1], Settings(), None, {}, print).notes[-1]
     assert [row["reserved_peak_bytes"] for row in found.records] == [None, None]
+
+
+def test_stop_while_another_way_of_the_update_is_looked_for_keeps_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ("foreground", "policy", "origin", "record", "snapshots")
+    predicting = SimpleNamespace(of_any_batch=lambda knobs: (Settings(), 64))
+    history = SimpleNamespace(loaded_as=0, model_version=0, readings=[None])
+    training = SimpleNamespace(settings=Settings(), workload=None)
+    held: Any = dict.fromkeys(parts) | {"predicting": predicting, "history": history, "training": training}
+    fitting = Fitting(cast(Any, SimpleNamespace(ranks=SimpleNamespace(infos=[]), **held)))
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting, "_cell", lambda now, place, *_: Cell(place[0], place[1], 0))
+    monkeypatch.setattr(fitting, "_lighter", stopped)
+    found = fitting.what_fits(lambda what, done: None, lambda now: lambda knobs: None)
+    assert [cell.precision for cell in found.cells] == ["fp32", "fp16", "bf16"]
+    assert found.instead is None

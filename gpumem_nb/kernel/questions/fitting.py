@@ -152,17 +152,17 @@ class Fitting(AsksRanks):
                 break
         if not cells:
             raise WorkloadError(next(iter(failed.values())))
-        known = [reading.limit_bytes for reading in self._history.readings if reading and reading.limit_bytes]
-        limit = next((cell.predicted.limit_bytes for cell in cells if cell.predicted), min(known, default=None))
-
-        helps = None if any(cell.largest for cell in cells) else self._lighter(now)
+        limit = next((cell.predicted.limit_bytes for cell in cells if cell.predicted), least_limit(self._history))
+        helps = None
+        with suppress(KeyboardInterrupt, GpumemError):  # which take away nothing of what was found
+            helps = None if any(cell.largest for cell in cells) else self._lighter(now)
         return WhatFits(tuple(cells), now, limit, failed, apply, helps)
 
     def _lighter(self, now: Settings) -> Prediction | None:
         """Return what fits where nothing does under any precision and checkpointing: another way of the same update."""
         for settings in mildest_first(Need(TEMPORARIES, "update", now, 0)):
             if settings.same_mathematics(now):
-                with suppress(GpumemError):
+                with suppress(WorkloadError):
                     if fits(said := self._predicting.answer(settings)):
                         return said
         return None
@@ -194,6 +194,11 @@ class Fitting(AsksRanks):
             rate = self._predicting.by_whole_steps(settings.replace(batch_size=measured_at)).samples_per_s
         rates[place[0]] = rate or rates.get(place[0], 0.0)
         return Cell(*place, found.size, found.size == most, found.predicted, rate, measured_at, settings)
+
+
+def least_limit(history: History) -> int | None:
+    """Return the limit of the rank with the least, in bytes; ``None`` where none is known."""
+    return min((one.limit_bytes for one in history.readings if one and one.limit_bytes), default=None)
 
 
 def moved(before: Settings, now: Settings, but: Collection[str]) -> str:

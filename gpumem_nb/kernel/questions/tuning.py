@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ...planning.fit import within
 from ...planning.prediction import Prediction
 from ...planning.score import Asked
 from ...planning.tuning.record import Candidate, Record, TrialTimes, speed_of
@@ -24,7 +25,7 @@ from ...shared.units import format_bytes, format_rate, parse_size
 from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 from ..history import History
-from .fitting import Changed, Knobs, SlowPrecisions, Unchanged
+from .fitting import Changed, Knobs, SlowPrecisions, Unchanged, least_limit
 from .predicting import Predicting
 
 _LEAST_BUDGET = 2**20  # bytes: a number without a unit may be meant as MiB
@@ -109,6 +110,8 @@ class Tuning(AsksRanks):
         )
         if best := result.best:
             foretold = _foretold(best, present, ranks)
+            if budget_bytes is not None:  # which holds for this answer alone
+                foretold = within(foretold, least_limit(self._history))
             self._history.predicted(Asked(foretold, trials.model_version, present, self._history.begun))
         return result
 

@@ -177,6 +177,11 @@ class Evidence:
         worst = max(ledgers, key=lambda one: one.peak_bytes, default=None)
         return Peak(worst.peak_bytes, worst.at_peak, worst.phase, worst.module) if worst else None
 
+    def live_peak(self, nbytes: int | None) -> dict[str, int | None]:
+        """Return a live peak as a number of the evidence: where a trial step ran out of memory, as a lower bound."""
+        least = self.needs is not None and self.needs.lower_bound and nbytes == self.needs.live_peak_bytes
+        return {"live_peak_at_least_bytes" if least else "live_peak_bytes": nbytes}
+
     @property
     def samples_per_s(self) -> float | None:
         """Of all ranks: the higher of what was measured and what whole steps on trial came to."""

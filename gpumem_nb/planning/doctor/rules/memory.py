@@ -57,7 +57,7 @@ def held_by_cells(evidence: Evidence) -> Finding | None:
         f"On rank {worst}, {in_words_of_cells(live)}",
         {
             **{f"{name}_bytes": nbytes for name, nbytes in named.items()},
-            "live_peak_bytes": needs.live_peak_bytes if needs else None,
+            **evidence.live_peak(needs.live_peak_bytes if needs else None),
             "limit_bytes": limit,
         },
     )
@@ -167,7 +167,7 @@ def logits(evidence: Evidence) -> Finding | None:
         _AT_ONCE * size,
         f"A micro-batch has {rows}×{length}×{words:,} logits, {format_bytes(size)} in fp32, and the loss holds about "
         f"{_AT_ONCE} times that: the logits, the logarithms of their softmax, and their gradient.",
-        {"logits_bytes": size, "live_peak_bytes": peak.bytes, "limit_bytes": needs.limit_bytes},
+        {"logits_bytes": size, **evidence.live_peak(peak.bytes), "limit_bytes": needs.limit_bytes},
         do="Or compute the loss on some tokens at a time, or by a fused linear cross-entropy, which never holds all "
         "logits.",
         candidates=evidence.lighter(c.ACTIVATIONS, peak.phase),

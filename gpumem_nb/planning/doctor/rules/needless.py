@@ -28,7 +28,7 @@ def state_of_frozen(evidence: Evidence) -> Finding | None:
         MEMORY,
         held.bytes,
         f"The optimizer keeps {format_bytes(held.bytes)} for {_weights(held)} that are frozen, {held.largest} for one.",
-        {"optimizer_state_bytes": held.bytes, "weights": held.tensors, "live_peak_bytes": peak},
+        {"optimizer_state_bytes": held.bytes, "weights": held.tensors, **evidence.live_peak(peak)},
         do="Build the optimizer on [p for p in model.parameters() if p.requires_grad] and attach it, or in a %%hvd "
         "cell on all ranks: for p in [p for p in optimizer.state if not p.requires_grad]: del optimizer.state[p]",
     )
@@ -47,7 +47,7 @@ def wide_weights(evidence: Evidence) -> Finding | None:
         held.bytes // 2,
         f"{_weights(held).capitalize()} are in float64, {held.largest} for one: twice the memory of float32, for them, "
         "their gradients, the optimizer's state and what is computed with them.",
-        {"weights_bytes": held.bytes, "weights": held.tensors, "live_peak_bytes": peak},
+        {"weights_bytes": held.bytes, "weights": held.tensors, **evidence.live_peak(peak)},
         do="net.float() in a %%hvd cell on all ranks before the optimizer is built, then attach again; NumPy makes "
         "float64 of what is not told otherwise.",
     )
@@ -75,7 +75,7 @@ def inputs(evidence: Evidence) -> Finding | None:
             "inputs_bytes": sum(one.bytes for one in facts),
             "needless_bytes": spare,
             "type": widest.dtype,
-            "live_peak_bytes": peak,
+            **evidence.live_peak(peak),
         },
         do=" ".join([_CAST, *([] if widest.dtype == "float64" else [_RANGE])]).format(enough=widest.enough),
     )
@@ -99,7 +99,7 @@ def eager_attention(evidence: Evidence) -> Finding | None:
         size or 0,
         f"Attention is computed eagerly, so each layer keeps a score for every pair of tokens{scores}. SDPA keeps "
         "none.",
-        {"scores_bytes": size, "layers": layers, "heads": heads, "live_peak_bytes": peak},
+        {"scores_bytes": size, "layers": layers, "heads": heads, **evidence.live_peak(peak)},
         do='In a %%hvd cell on all ranks: model.set_attn_implementation("sdpa"), or build the model with '
         'attn_implementation="sdpa". It computes the same, to rounding.',
     )
