@@ -136,7 +136,7 @@ def predict(
     asked = {one.name: _asked(one, capacity, ranks, known, settings.fusion_threshold_mib) for one in gpus}
     several = known and len(gpus) + (not isinstance(gpu, str)) > 1
     adapts = "batch_size" not in own_knobs
-    answer = dry_process.ask(DryRun(_pickled(made), settings, asked, several, adapts, _sources()))
+    answer = dry_process.ask(DryRun(_pickled(made), settings, asked, several, adapts, ranks, _sources()))
     seconds = time.perf_counter() - began_s
     by_gpu = {one.name: _prediction(answer, one, asked[one.name], ranks, known, seconds) for one in gpus}
     if several:

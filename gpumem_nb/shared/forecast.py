@@ -223,6 +223,7 @@ class DryRun:
         gpus: what is asked for each GPU, by name.
         largest: whether the largest batch size that fits is asked for as well.
         adapts: whether a batch size that the data brings comes before that of the settings, which was not named.
+        ranks: how many train together.
         sources: of code that lies in no file, such as cells, by what stands in place of the file's name.
     """
 
@@ -231,6 +232,7 @@ class DryRun:
     gpus: Mapping[str, Target]
     largest: bool
     adapts: bool = False
+    ranks: int = 1
     sources: Mapping[str, str] = field(default_factory=dict)
 
 

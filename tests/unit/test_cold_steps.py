@@ -37,9 +37,9 @@ def workload(model: Callable[[], nn.Module], data: Any = rows) -> gm.Workload:
     return gm.Workload("mine", model, data, loss)
 
 
-def dry_step(model: Callable[[], nn.Module]) -> DryStep:
-    settings = Settings(optimizer="sgd", optimizer_impl="loop")
-    return DryStep(workload(model), Batches(rows()), settings, Kernels(True, 1024))
+def dry_step(model: Callable[[], nn.Module], ranks: int = 2, bucket_mib: float = 4) -> DryStep:
+    settings = Settings(optimizer="sgd", optimizer_impl="loop", bucket_mib=bucket_mib)
+    return DryStep(workload(model), Batches(rows()), settings, Kernels(True, 1024), ranks)
 
 
 def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -59,6 +59,14 @@ def sent_bytes(trace: Trace) -> int:
 def test_gradients_of_16_bits_travel_as_copies_of_32(dtype: torch.dtype, bytes_a_weight: int) -> None:
     trace = dry_step(lambda: layers(dtype)).trace(2)
     assert sent_bytes(trace) == DEPTH * (WIDTH * WIDTH + WIDTH) * bytes_a_weight
+
+
+def test_copies_of_32_bits_are_made_a_bucket_at_a_time_and_for_no_rank_alone() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+
+    assert sent_bytes(dry_step(model, bucket_mib=1e-6).trace(2)) == 2 * WIDTH * WIDTH * 4
+    assert sent_bytes(dry_step(model, ranks=1).trace(2)) == 0
 
 
 def test_gradients_that_do_not_lie_in_order_travel_as_copies() -> None:

@@ -10,13 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_nb.engine import cells
-from gpumem_nb.engine.step.buckets import into_buckets
+from gpumem_nb.engine.link.communicator import Communicator
+from gpumem_nb.engine.step.buckets import ReductionConfig, into_buckets
+from gpumem_nb.engine.step.reduction import GradientReduction
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
+from gpumem_nb.shared.categories import COMMUNICATION
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard
+from tests.threads import Meeting
 from tests.unit.test_one_rank import alone as alone
 from tests.unit.test_one_rank import rows, stream, workload
 
@@ -119,3 +123,42 @@ def test_weights_on_another_device_do_not_travel_in_the_same_bucket() -> None:
     params = [nn.Parameter(torch.ones(4, device=device)) for device in (here, here, there, here)]
     buckets = into_buckets(params, 2**20)
     assert [[param.device for param in bucket.params] for bucket in buckets] == [[here], [there], [here, here]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_of_16_bits_come_back_beside_others_also_where_a_rank_fails_half_way(fails: bool) -> None:
+    config = ReductionConfig(1, False, "average")  # a bucket for each weight
+
+    def of_rank(link: Communicator) -> tuple[int, list[list[float]]]:
+        kinds = [torch.bfloat16 if number % 3 else torch.float32 for number in range(12)]
+        params = [nn.Parameter(torch.ones(8, dtype=kind)) for kind in kinds]
+        reduction = GradientReduction(params, (), 2, config, torch.device("cpu"))
+        reduction.begin(config, False, False)
+        reduction.arm()
+        failed = fails and link.rank == 1
+        for param in reversed(params[4:] if failed else params):
+            (param * (1 + link.rank)).sum().backward()
+        reduction.ballot[0] = float(failed)
+        reduced = reduction.finish(failed)
+        return reduced.sums[0], [] if fails else [param.grad.tolist() for param in params if param.grad is not None]
+
+    for failures, gradients in Meeting(2, timeout_s=10).run(of_rank):
+        assert failures == fails
+        assert gradients == ([] if fails else [[1.5] * 8] * 12)
+
+
+def test_copies_of_gradients_of_16_bits_are_held_for_a_bucket_at_a_time(alone: Overheard) -> None:
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        output: Tensor = model(batch[0].bfloat16())
+        return output.float().square().mean()
+
+    alone.keeps = False
+    layers = [nn.Linear(4, 512, dtype=torch.bfloat16), *(nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(8))]
+    made = Workload("small", lambda: nn.Sequential(*layers), rows, loss)
+    trainer = Trainer(made, stream(), opened(), time.time())
+    [sample] = trainer.run(Chunk(SETTINGS.replace(bucket_mib=0.1), 1, 1, ledger_steps=1)).samples
+    trained = trainer.record()
+    assert sample.ledger is not None
+    assert trained is not None
+    most = max(trained.live_bytes[COMMUNICATION])
+    assert 2 * 512 * 512 * 4 <= most < 3 * 512 * 512 * 4

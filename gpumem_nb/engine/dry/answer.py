@@ -86,7 +86,7 @@ def _answers(question: DryRun) -> Iterator[DryAnswer]:
     found: dict[str, OnGpu] = {}
     searched = question.largest and not batches.fixed
     for used in dict.fromkeys(asked.kernels for asked in question.gpus.values()):
-        with _Run(workload, batches, settings, used) as run:
+        with _Run(workload, batches, settings, used, question.ranks) as run:
             run.take()
             runs[used] = run
             for name, asked in question.gpus.items():
@@ -164,8 +164,8 @@ class _Run:
         parameters: numbers in the model.
     """
 
-    def __init__(self, workload: Workload, batches: Batches, settings: Settings, used: Kernels) -> None:
-        self._given = workload, batches, shortened(settings), used
+    def __init__(self, workload: Workload, batches: Batches, settings: Settings, used: Kernels, ranks: int = 1) -> None:
+        self._given, self._ranks = (workload, batches, shortened(settings), used), ranks
         self._model = workload.model
         self._installed: list[Any] = []
         self._traces: dict[int, Trace] = {}
@@ -306,7 +306,9 @@ class _Run:
         """Return a step without memory."""
         if batch_size not in self._traces:
             workload, batches, settings, used = self._given
-            self._step = self._step or DryStep(replace(workload, model=self._model), batches, settings, used)
+            self._step = self._step or DryStep(
+                replace(workload, model=self._model), batches, settings, used, self._ranks
+            )
             self._traces[batch_size] = self._step.trace(batch_size)
             self._learn(self._step)
         return self._traces[batch_size]
@@ -335,7 +337,7 @@ class _Run:
         sizes = (settings.batch_size,) if batches.fixed else _SMALL
         self._step = None
         try:
-            self._step = DryStep(workload, batches, settings, used, fake=False)
+            self._step = DryStep(workload, batches, settings, used, self._ranks, fake=False)
             self.parameters = self._step.parameters
             self._refuse_large(refusal)  # a model that could not be built without memory was not counted before
             self._with_memory = [self._step.trace(size) for size in sizes]

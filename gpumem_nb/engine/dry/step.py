@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -30,7 +31,7 @@ from ..replay.checkpointing import Checkpointing, find_blocks
 from ..replay.segment import Segment
 from ..step import optimizers
 from ..step.ambient import autocast
-from ..step.buckets import carried_dtype, outgoing
+from ..step.buckets import COPIES_AT_ONCE, ReductionConfig, carried_dtype, into_buckets, outgoing, widened
 from ..step.checks import check_precision, check_tensors, checked_loss, checked_model, checked_optimizer
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
@@ -52,7 +53,13 @@ class DryStep:
     """
 
     def __init__(
-        self, workload: Workload, batches: Batches, settings: Settings, kernels: Kernels, fake: bool = True
+        self,
+        workload: Workload,
+        batches: Batches,
+        settings: Settings,
+        kernels: Kernels,
+        ranks: int = 1,
+        fake: bool = True,
     ) -> None:
         """Build model and optimizer.
 
@@ -61,12 +68,13 @@ class DryStep:
             batches: its data.
             settings: the knobs.
             kernels: what operators take inside.
+            ranks: how many train together; one alone sends no gradients.
             fake: without memory; else real tensors on the CPU.
 
         Raises:
             WorkloadError: the workload brings no model or optimizer that can be trained.
         """
-        self._workload, self._batches, self._settings = workload, batches, settings
+        self._workload, self._batches, self._settings, self._ranks = workload, batches, settings, ranks
         self._mode: AbstractContextManager[Any] = fake_mode() if fake else nullcontext()
         self._fake = fake
         self.phase = "model"
@@ -185,13 +193,23 @@ class DryStep:
             self._mark("data")
 
     def _send(self) -> None:
-        """Hold what a rank sends until all of it has arrived: copies of gradients that cannot travel as they are."""
+        """Hold what a rank sends until it has arrived: copies of gradients that cannot travel as they are."""
         trained = [param for param in self._params if param.requires_grad and param.numel()]
-        compressed = self._settings.compression != "none"
-        wires = [wire for param in reversed(trained) for wire in _sent(param, compressed)]
-        if Recorder.current:
-            gradients = {id(param.grad) for param in trained}
-            Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
+        gradients = {id(param.grad) for param in trained}
+        config = ReductionConfig.under(self._settings)
+        buckets = into_buckets(trained, config.bucket_bytes) if self._ranks > 1 else []
+        held: list[Tensor] = []
+        under_way: deque[list[Tensor]] = deque()
+        for bucket in sorted(buckets, key=lambda one: widened(one, config.compressed)):
+            if len(under_way) == COPIES_AT_ONCE:
+                under_way.popleft()
+            wires = [wire for param in bucket.params for wire in _sent(param, config.compressed)]
+            if Recorder.current:
+                Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
+            if widened(bucket, config.compressed):
+                under_way.append(wires)
+            else:
+                held += wires
 
     def _update(self) -> None:
         """Unscaling works in place and clipping takes no more than a number for each weight."""

@@ -151,9 +151,29 @@ def into_buckets(params: Sequence[Tensor], most_bytes: int) -> list[Bucket]:
     return buckets
 
 
-def stand_ins(
-    buckets: Sequence[Bucket], sparse: Collection[int], compressed: bool
-) -> Iterator[tuple[Bucket, list[Tensor]]]:
+COPIES_AT_ONCE = 2
+"""Buckets whose copies are wider than their gradients: one is under way while the next is copied."""
+
+
+def widened(bucket: Bucket, compressed: bool) -> bool:
+    """Return whether what is sent takes more memory than the gradients themselves, which have 16 bits then.
+
+    All of it at once would be twice the gradients again, so such buckets leave one after another, after backward.
+    """
+    dtype = bucket.params[0].dtype
+    return carried_dtype(dtype, compressed).itemsize > dtype.itemsize
+
+
+def copies_back(bucket: Bucket) -> None:
+    """Let go of copies that have arrived, before it is known whether the step counts: if not, no gradient does."""
+    for index, (param, wires) in enumerate(zip(bucket.params, bucket.wires, strict=True)):
+        place = bucket.places.get(id(param)) if param.grad is None else param.grad
+        if place is not None and not place.is_sparse and len(wires) == 1:
+            place.copy_(wires[0])
+            bucket.wires[index] = []
+
+
+def stand_ins(buckets: Sequence[Bucket], sparse: Collection[int], compressed: bool) -> Iterator[list[Tensor]]:
     """Give for each bucket tensors of the right shapes to send, all in the same memory, as large as the largest one.
 
     Args:
@@ -174,10 +194,7 @@ def stand_ins(
         most[device] = max(most.get(device, 0), math.prod(shape) * dtype.itemsize)
     room = {device: torch.empty(nbytes, dtype=torch.uint8, device=device) for device, nbytes in most.items()}
     for bucket in buckets:
-        yield (
-            bucket,
-            [
-                room[device][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-                for shape, dtype, device in specs[bucket.index]
-            ],
-        )
+        yield [
+            room[device][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for shape, dtype, device in specs[bucket.index]
+        ]

@@ -15,7 +15,19 @@ from ...shared.categories import COMMUNICATION
 from ..link.communicator import AVERAGE, here
 from ..link.signals import postponed
 from .ballot import NUMBERS
-from .buckets import Bucket, ReductionConfig, arrived, carried_dtype, into_buckets, outgoing, rounding, stand_ins
+from .buckets import (
+    COPIES_AT_ONCE,
+    Bucket,
+    ReductionConfig,
+    arrived,
+    carried_dtype,
+    copies_back,
+    into_buckets,
+    outgoing,
+    rounding,
+    stand_ins,
+    widened,
+)
 from .gradients import square_of
 from .step_clock import BucketTransfer
 
@@ -220,22 +232,34 @@ class GradientReduction:
 
     def _exchange(self, failed: bool) -> BaseException | None:
         """Give the others what they wait for, and get what they send; says what kept gradients from being sent."""
-        carrier, error = self._carrier(), None
+        carrier, error, back = self._carrier(), None, set[int]()
+        # The same order on all ranks, whatever has left by now: whoever waits for one has sent all before it.
+        order = sorted(self._buckets, key=lambda one: (one is carrier, widened(one, self._config.compressed)))
         if not failed:
             try:
-                for bucket in self._buckets:
-                    if bucket.transfer is None:
-                        self._send(bucket, self._row if bucket is carrier else None)
+                self._send_rest(order, carrier, back)
             except BaseException as raised:
                 error = raised
                 self.ballot[0].fill_(1)
         if failed or error is not None:
-            self._take_part(carrier)
+            self._take_part([bucket for bucket in order if bucket.index not in back], carrier)
         if carrier is None:
             here().all_reduce([self._row], "gpumem_nb.ballot", AVERAGE)
         for bucket in self._buckets:
             self._wait_for(bucket)
         return error
+
+    def _send_rest(self, order: list[Bucket], carrier: Bucket | None, back: set[int]) -> None:
+        """Send what was not sent yet; ``back`` takes in the indices of buckets that have arrived and are taken back."""
+        under_way: deque[Bucket] = deque()
+        for bucket in (one for one in order if one.transfer is None):
+            if len(under_way) == COPIES_AT_ONCE:
+                first = under_way.popleft()
+                back.add(first.index)
+                self._wait_for(first)
+                copies_back(first)
+            self._send(bucket, self._row if bucket is carrier else None)
+            under_way += [bucket] if widened(bucket, self._config.compressed) else []
 
     def _carrier(self) -> Bucket | None:
         """Return the bucket that the ballot travels in, if it can."""
@@ -255,17 +279,18 @@ class GradientReduction:
             self._codes = codes, torch.tensor(codes, dtype=torch.float32, device=self._row.device)
         self._row[NUMBERS + 1 :].copy_(self._codes[1])
 
-    def _take_part(self, carrier: Bucket | None) -> None:
+    def _take_part(self, order: list[Bucket], carrier: Bucket | None) -> None:
         """Send what others wait for, bucket by bucket, through memory that each of them uses again."""
         for param in self._params:
             param.grad = None
-        unsent = [bucket for bucket in self._buckets if bucket.transfer is None]
-        for bucket in self._buckets:
+        unsent = [bucket for bucket in order if bucket.transfer is None]
+        places = stand_ins(unsent, self._sparse, self._config.compressed)
+        for bucket in order:
+            if bucket.transfer is None:
+                wires = next(places)
+                self._start(bucket, wires if bucket is not carrier else [*wires, self._row])
             self._wait_for(bucket)
-        self._let_go()
-        for bucket, wires in stand_ins(unsent, self._sparse, self._config.compressed):
-            self._start(bucket, wires if bucket is not carrier else [*wires, self._row])
-            self._wait_for(bucket)
+            bucket.wires, bucket.places = [], {}
 
     def _wait_for(self, bucket: Bucket) -> None:
         transfer, bucket.transfer = bucket.transfer, None
@@ -279,7 +304,8 @@ class GradientReduction:
                 if id(param) not in absent:
                     if param.grad is None:
                         param.grad = bucket.places.get(id(param))
-                    arrived(param, wires)
+                    if wires:
+                        arrived(param, wires)
 
     def _let_go(self) -> None:
         for bucket in self._buckets:
@@ -309,7 +335,8 @@ class GradientReduction:
             self.torn = self.torn or bucket.transfer is not None
             return
         bucket.ready.add(id(param))
-        if self._early and len(bucket.ready) == len(bucket.params) and bucket is not self._buckets[-1]:
+        later = bucket is self._buckets[-1] or widened(bucket, self._config.compressed)
+        if self._early and len(bucket.ready) == len(bucket.params) and not later:
             self._measure(bucket)
             with postponed():  # what Horovod has begun must be known: it would be sent a second time
                 self._send(bucket, None)
