@@ -394,11 +394,3 @@ def test_every_cause_has_its_heading_on_the_page() -> None:
     named = {*re.findall(r'Finding\(\n\s+"(.+)",', source), *dominant, *CAUSES.values()}
     assert len(named) >= 20
     assert named - headings == set()
-
-
-def test_where_a_trial_step_ran_out_the_live_peak_is_a_lower_bound_in_every_finding() -> None:
-    held = ModelFacts(state_of_frozen=TensorTotal(90 * MIB, 2, "embedding"))
-    ran_out = prediction(live=1100, lower_bound=True, verdict=DOES_NOT_FIT)
-    diagnosis = findings(evidence(needs=ran_out, ranks=(rank(0, samples=(), facts=held),), now=None))
-    [one] = [found for found in diagnosis if found.cause == "state of frozen weights"]
-    assert "live peak at least 1.1 GiB" in one.measured

@@ -24,10 +24,10 @@ from gpumem_nb.report.rescue import Fit
 from gpumem_nb.report.sync import SyncReport
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import Chunk
-from gpumem_nb.shared.questions import InputFacts, ModelFacts, SeenSamples, SyncLook
+from gpumem_nb.shared.questions import InputFacts, ModelFacts, SeenSamples, SyncLook, TensorTotal
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import FORWARD, UPDATE, StepTimes
-from tests.ledgers import info
+from tests.ledgers import MIB, info
 from tests.unit.test_doctor import LEAK, causes, evidence, failed, prediction, rank
 from tests.unit.test_doctor_asks import Session
 from tests.unit.test_one_rank import alone as alone  # a fixture
@@ -188,3 +188,11 @@ def test_what_would_have_fit_barely_is_named_before_a_smaller_model_is() -> None
     [found] = findings(evidence(rescue=failed("oom", trials=[Fit(Settings(), None), barely])))
     assert "only these would have fit, barely: batch_size=16" in found.do
     assert "smaller model" not in found.do
+
+
+def test_where_a_trial_step_ran_out_the_live_peak_is_a_lower_bound_in_every_finding() -> None:
+    held = ModelFacts(state_of_frozen=TensorTotal(90 * MIB, 2, "embedding"))
+    ran_out = prediction(live=1100, lower_bound=True, verdict=DOES_NOT_FIT)
+    diagnosis = findings(evidence(needs=ran_out, ranks=(rank(0, samples=(), facts=held),), now=None))
+    [one] = [found for found in diagnosis if found.cause == "state of frozen weights"]
+    assert "live peak at least 1.1 GiB" in one.measured
