@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
 from gpumem_nb.engine.data.held_out import as_held_out
@@ -118,6 +119,22 @@ class Everywhere(nn.Module):
         self.far()
         assert [SEEN["z"].__iadd__([number]) for number in range(2)]
         return cast(Tensor, self.linear(x)) * self.scale
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.calls += 1
+        return super().forward(x)
+
+
+def test_what_the_class_of_a_parametrized_module_keeps_is_put_back() -> None:
+    net = parametrizations.weight_norm(Counted(WIDTH, WIDTH))
+    undo = ForwardUndo(ForwardState([net], loss))
+    net(torch.ones(2, WIDTH))
+    undo.undo()
+    assert Counted.calls == 0
 
 
 def test_what_classes_their_functions_and_modules_of_ones_own_keep_is_put_back() -> None:

@@ -275,10 +275,10 @@ class Reachable:
         if id(kind) in self._seen:
             return
         self._seen[id(kind)] = kind
+        for base in kind.__bases__:  # of a closed one too: parametrizations make a class of torch's from the user's own
+            self._class(base)
         if _package(kind) in _CLOSED or not _is_own(kind):
             return
-        for base in kind.__bases__:
-            self._class(base)
         shared = []
         for name, value in list(vars(kind).items()):
             if hasattr(type(value), "__get__"):
