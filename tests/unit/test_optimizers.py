@@ -49,6 +49,14 @@ def test_an_optimizer_without_that_implementation_says_so() -> None:
         optimizers.set_implementation(own, "fused")
 
 
+def test_an_optimizer_without_fused_kernels_has_the_others() -> None:
+    own = torch.optim.NAdam((net := nn.Linear(3, 2)).parameters())
+    for name, foreach in (("foreach", True), ("loop", False), ("default", None)):
+        optimizers.set_implementation(own, name)
+        assert own.param_groups[0]["foreach"] is foreach
+        step(net, own)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_default_is_what_an_own_optimizer_came_with(kind: type[torch.optim.Optimizer]) -> None:
     own = kind(nn.Linear(2, 2).parameters(), lr=0.1, fused=True)  # type: ignore[call-arg]

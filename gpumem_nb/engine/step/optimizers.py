@@ -78,9 +78,9 @@ def set_implementation(optimizer: Optimizer, name: str) -> None:
     made_with = {flag: optimizer.defaults.get(flag) for flag in ("foreach", "fused")}
     flags = _IMPLEMENTATION_FLAGS.get(name, made_with)
     for group in optimizer.param_groups:
+        group.update({flag: value for flag, value in flags.items() if flag in group})
         if not flags.keys() <= group.keys():
             continue
-        group.update(flags)
         # Only fused kernels take overflows from the scaler, and those of SGD then keep an unfilled momentum:
         # the scaler skips such an update by itself.
         keep_scale_from(optimizer)
@@ -98,8 +98,8 @@ def check_implementation(optimizer: Optimizer, name: str) -> None:
     Raises:
         WorkloadError: this is one.
     """
-    flags = _IMPLEMENTATION_FLAGS.get(name, {})
-    if any(not flags.keys() <= group.keys() for group in optimizer.param_groups):
+    flag = "fused" if name == "fused" else "foreach"  # by which the loop is asked for too
+    if name in _IMPLEMENTATION_FLAGS and any(flag not in group for group in optimizer.param_groups):
         raise WorkloadError(
             f"{type(optimizer).__name__} has no {name} implementation. Use optimizer_impl=default with it."
         )
