@@ -11,8 +11,10 @@ from functools import lru_cache
 
 from ..shared.questions import Cell
 from .effects import ANY, IMPORTING
+from .files import doing_more, makes_files
 from .imports import PLOTTING, brought_by_all, imported_in, imported_inside
-from .plain import PlainCell, makes_files, plain_cell
+from .names import last
+from .plain import PlainCell, plain_cell
 from .shown import READING_METHODS
 from .statements import BUILTIN, LOOKS, NOTEBOOK, Statement, statement
 from .unseen import may_call, unseen_changes
@@ -20,6 +22,7 @@ from .unseen import may_call, unseen_changes
 OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
 """What cells find defined when the ranks start."""
 _OURS = {"horovod", "gpumem_nb"}
+_OF_RANKS = {"device", "is_available", "rank", "size", "local_rank", "get_rank", "get_world_size"}
 _NOTHING = PlainCell("", (), "", "")
 
 _Version = tuple[str, int]
@@ -66,6 +69,7 @@ class Part:
 def parts_of(cells: Sequence[Cell]) -> list[Part]:
     """Return the parts that some cells are, in the order in which they ran."""
     meant = {name: what for cell in cells for name, what in imported_in(cell.source)}
+    more = doing_more((ast.parse(cell.source) for cell in cells), meant)
     held, parts = set[str](), list[Part]()  # names that people hold themselves, which ranks do not offer anything under
     for number, cell in enumerate(cells):
         for name, variable in cell.offered:
@@ -76,7 +80,7 @@ def parts_of(cells: Sequence[Cell]) -> list[Part]:
         if cell.opaque or cell.pushed:
             parts.append(Part(number, binds=frozenset(cell.pushed)))
         elif cell.source:
-            part = _part(plain_cell(cell.source, meant), number)
+            part = _part(plain_cell(cell.source, meant, more), number)
             parts.append(part if cell.known else replace(part, fresh=frozenset()))  # it may not have come to that
         if not cell.offered and (cell.source or cell.opaque or cell.pushed):
             deleted = {name for one in parts[-1].statements for name in one.deletes}
@@ -152,11 +156,13 @@ class Relations:
         others |= {name for one in statements for name in one.binds_late}
         others |= {name for part in parts if not part.statements for name in part.binds}
         self.imported = frozenset(name for one in plain for name in one.binds) - others  # modules and constants
+        changing_otherwise = {name for one in statements if not _names_ranks(one) for name in one.binds}
         changing = {
             name for one in statements if not (one.imports or one.constant or one.defines) for name in one.binds
         } | {name for one in statements for name in one.binds_late}
         self._defined = self.bound - changing - self.imported - {n for p in parts if not p.statements for n in p.binds}
-        self._fixed = self.imported | self._defined | OFFERED | BUILTIN | NOTEBOOK
+        offered = {name for one in statements if _names_ranks(one) for name in one.binds} & OFFERED - changing_otherwise
+        self._fixed = self.imported | self._defined | ((OFFERED | BUILTIN | NOTEBOOK) - self.bound) | offered
         self._let_go_of_holders([one for one in statements if one.defines])
         self._meant = {name: what for one in statements if one.imports for name, what in imported_in(one.text)}
         inside = {
@@ -323,6 +329,12 @@ class Relations:
         while (parent := self._parent.get(version, version)) != version:
             self._parent[version] = version = self._parent.get(parent, parent)
         return version
+
+
+def _names_ranks(one: Statement) -> bool:
+    """Return whether a statement only gives names to constants, devices, or who a rank is."""
+    called = {last(node.func) for node in ast.walk(ast.parse(one.text)) if isinstance(node, ast.Call)}
+    return one.constant or one.imports or bool(called and called <= _OF_RANKS)
 
 
 def _not_classes(one: Statement) -> Iterator[ast.AST]:

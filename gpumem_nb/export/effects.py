@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from .plain import dotted, last
+from .names import dotted, last
 
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _SETTING = re.compile(

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from ..shared.questions import Cell
 from .cells import OFFERED, Part, Relations, parts_of
 from .imports import brought_by_all, imported_in
+from .names import calls, given_in
 from .order import Source
-from .plain import calls, without_timing
+from .plain import without_timing
 from .refusals import (
     missing,
     not_for_a_script,
@@ -126,6 +127,9 @@ class _Selection:
                 self._check_unclear(place, live, kept)
                 self._leave_out(place) if cell.finished else None
                 continue
+            for text in part.plain.left_out:
+                if live.intersection(given_in(text)):
+                    raise saved_with_more(text)
             needed = part.binds & live or draws or self._changes(place, live)
             if not (needed or (everything and part.statements)):
                 self._leave_out(place)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from .effects import root
 from .imports import PLOTTING, imported_in
-from .plain import last
+from .names import last
 from .statements import LOOKS, Statement
 
 _READING = LOOKS | {"range", "round", "abs", "str", "int", "float", "bool", "isinstance", "hasattr"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
-from .plain import last
+from .names import last
 
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _WRITTEN_OUT = {"__init__", "__new__", "__call__", "__init_subclass__", "__set_name__", "__class_getitem__"}

@@ -8,6 +8,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from gpumem_nb.export.order import Source
 from gpumem_nb.export.selecting import selected
 from gpumem_nb.kernel.questions.exporting import _of_statements
+from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.questions import Cell
 
 BEGIN = (
@@ -93,3 +94,42 @@ def test_the_answer_says_that_such_files_must_be_there() -> None:
     [told] = _of_statements(Source("cells", left_out=("os.system(\n'wget a')",)))
     assert told.startswith("`os.system( …`: ")
     assert "makes no files of yours again (what it reads must be there)" in told
+
+
+SAVE = "import torch\ndef save_best(net, path):\n    state = {'net': net.state_dict()}\n    "
+FETCH = "def download_rows():\n    global rows\n    rows = [2]"
+
+
+def test_functions_of_cells_that_do_more_than_their_names_say_are_not_left_out() -> None:
+    made = "net = torch.nn.Linear(2, 2)"
+    plain = SAVE + "torch.save(state, path)"
+    found = selected([Cell(plain), Cell(made), Cell("save_best(net, 'x')")], ["net"], 0, forgotten=False)
+    assert found.left_out == ("save_best(net, 'x')",)
+    for more in ("net.requires_grad_(False)", "net.head = None", "change(net)"):
+        cells = [Cell(f"def change(net): net.eval()\n{SAVE}{more}"), Cell(made), Cell("save_best(net, 'x')")]
+        with pytest.raises(
+            WorkloadError, match="writes a file, which a script shall not do again, and calls something"
+        ):
+            selected(cells, ["net"], 0, forgotten=False)
+    fetch = "import os, requests\ndef download(path):\n    if not os.path.exists(path):\n        "
+    fetch += "open(path, 'wb').write(requests.get('u').content)"
+    found = selected([Cell(fetch), Cell("download('x')"), Cell("net = open('x')")], ["net"], 0, forgotten=False)
+    assert (found.definitions, found.left_out) == ("net = open('x')", ("download('x')",))
+    cells = [Cell("rows = [1]"), Cell(FETCH), Cell("download_rows()")]
+    assert selected(cells, ["rows"], 0, forgotten=False).definitions.endswith("\n\ndownload_rows()")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "with open('log', 'w') as file:\n    net.freeze()",
+        "with open('log', 'w') as file:\n    file.write(str(net.rows.pop()))",
+        "open('log', 'w').write(str(measured(net)))",
+        "net = save_and_load(net)",
+    ],
+)
+def test_what_is_done_beside_writing_a_file_is_not_left_out(change: str) -> None:
+    begin = "from lib import made, save_and_load\ndef measured(net): return net.eval()\nnet = made()"
+    with pytest.raises(WorkloadError, match="writes a file, which a script shall not do again"):
+        selected([Cell(begin), Cell(change)], ["net"], 0, forgotten=False)
+    assert "log" not in selected([Cell(begin), Cell(change), Cell("net = made()")], ["net"], 0, False).definitions

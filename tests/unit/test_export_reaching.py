@@ -146,6 +146,8 @@ KEPT_WHOLE = {
         "lib = importlib.import_module('lib')\nlib.kinds.append(3)",
     ),
     "the variables of a library": ("import lib", "net = Net(rows)", "vars(lib)['kinds'][0] = 3"),
+    "a name of Python's own": ("net = Net(rows)", "input = net.r", "input.append(3)"),
+    "a name that ranks offer": ("net = Net(rows)", "size = net.r", "size.append(3)"),
     "an attribute that a loop sets": ("net = Net(rows)", "for net.turn in [4, 5]: pass"),
     "an item that a loop sets": ("net = Net(rows)", "for i, net.r[0] in enumerate([7]): pass"),
     "an attribute that a block sets": ("net = Net(rows)", "with open('/dev/null') as net.file: pass"),
@@ -197,3 +199,9 @@ def test_what_a_function_only_uses_of_a_library_is_not_set() -> None:
     assert settings_in([Cell(patch), Cell("patch(net, kind=torch.nn.ReLU)")]) == ["patch(net, kind=torch.nn.ReLU)"]
     assert settings_in([Cell(patch), Cell("patch(torch.nn.ReLU, len)")]) == ["patch(torch.nn.ReLU, len)"]
     assert settings_in([Cell(patch), Cell("patch(len, len)")]) == []
+
+
+def test_devices_and_ranks_do_not_tie_what_they_are_given_to() -> None:
+    device = "import torch\ndevice = torch.device('cuda' if torch.cuda.is_available() else 'cpu')"
+    made = ("old = list()\nold.to(device)", "net = dict()\nnet.to(device)")
+    assert sliced(device, *made) == sliced(device, made[1])
