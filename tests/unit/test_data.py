@@ -16,6 +16,7 @@ from gpumem_nb.engine.data.fetching import to_device
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.memory.tensors import tensors_in
+from gpumem_nb.shared.errors import WorkloadError
 
 
 def streams(length: int, size: int) -> list[ShardedStream]:
@@ -57,6 +58,17 @@ def test_reading_a_step_again_gives_the_same_until_it_is_done() -> None:
     stream.advance(3, 2)
     assert list(stream.micro_batches(3, 2)) != first
     assert stream.epoch == pytest.approx(12 / 40)
+
+
+def test_rows_that_come_without_a_cell_are_told_of_as_the_next_epoch_begins() -> None:
+    data = [torch.ones(1) for _ in range(8)]
+    stream = ShardedStream(*as_dataset(data), rank=0, size=1)
+    for _ in range(2):
+        list(stream.micro_batches(2, 2))
+        stream.advance(2, 2)
+        data[8:] = [torch.ones(1)]  # as a loss may, that collects hard samples
+    with pytest.raises(WorkloadError, match="has 9 samples now and had 8"):
+        list(stream.micro_batches(2, 2))
 
 
 def test_a_loader_brings_dataset_and_collate() -> None:

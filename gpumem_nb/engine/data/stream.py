@@ -175,7 +175,7 @@ class ShardedStream(Stream):
         self._longest: tuple[int, Longest] | None = None
 
     def check_length(self) -> None:
-        """After a cell: compare the number of samples with that of before.
+        """After a cell, and as an epoch begins: compare the number of samples with that of before.
 
         Raises:
             WorkloadError: there are more or fewer.
@@ -305,6 +305,7 @@ class ShardedStream(Stream):
     def _order(self, epoch: int) -> Sequence[Any]:
         key = (self.seed, epoch)
         if key not in self._epochs:
+            self.check_length()
             self._epochs = {known: order for known, order in self._epochs.items() if known == (self.seed, epoch - 1)}
             order = self.order(self.seed, epoch)
             if len(order) != self.length:
