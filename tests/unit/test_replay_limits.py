@@ -100,6 +100,12 @@ def transformed(net: nn.Module, x: Tensor) -> Tensor:
     return mean_square(net, x) + cast(Tensor, slopes).square().mean()
 
 
+def with_other_weights(net: nn.Module, x: Tensor) -> Tensor:
+    """Computed with weights of the moment, as meta-learning has it."""
+    weights = {name: weight * (1 + weight.mean()) for name, weight in net.named_parameters()}
+    return cast(Tensor, torch.func.functional_call(net, weights, (x,))).square().mean()
+
+
 class Transforming(Block):
     """``torch.func`` in a block."""
 
@@ -108,7 +114,7 @@ class Transforming(Block):
 
 
 @pytest.mark.parametrize("kind", [Block, Transforming])
-@pytest.mark.parametrize("loss", [penalty, second_derivative, backward_twice, transformed])
+@pytest.mark.parametrize("loss", [penalty, second_derivative, backward_twice, transformed, with_other_weights])
 def test_gradients_of_gradients_are_those_of_plain_torch(kind: Callable[[], nn.Module], loss: Loss) -> None:
     expected = steps(lambda: Net(kind), loss, None)
     for mode in ("blocks", "sqrt"):
