@@ -89,8 +89,7 @@ def parts_of(cells: Sequence[Cell]) -> list[Part]:
     own = {name for part in parts for one in part.statements if not one.imports for name in one.binds}
     trees = [ast.parse(part.plain.text) for part in parts]
     changing = unseen_changes(trees, READING_METHODS)
-    others = bool(LOOKS & own) or any("builtins" in one.sets for part in parts for one in part.statements)
-    unseen = [others or may_call(tree, changing) for tree in trees]
+    unseen = [bool(LOOKS & own) or may_call(tree, changing) for tree in trees]
     return [replace(part, unseen=it, looks=part.looks and not it) for part, it in zip(parts, unseen, strict=True)]
 
 

@@ -148,12 +148,6 @@ KEPT_WHOLE = {
     "the variables of a library": ("import lib", "net = Net(rows)", "vars(lib)['kinds'][0] = 3"),
     "a name of Python's own": ("net = Net(rows)", "input = net.r", "input.append(3)"),
     "a name that ranks offer": ("net = Net(rows)", "size = net.r", "size.append(3)"),
-    "a function of Python's that a cell replaces": (
-        "import builtins",
-        "net = Net(rows)",
-        "builtins.max = lambda *_: net.freeze()",
-        "max(1, 2)",
-    ),
     "an attribute that a loop sets": ("net = Net(rows)", "for net.turn in [4, 5]: pass"),
     "an item that a loop sets": ("net = Net(rows)", "for i, net.r[0] in enumerate([7]): pass"),
     "an attribute that a block sets": ("net = Net(rows)", "with open('/dev/null') as net.file: pass"),
