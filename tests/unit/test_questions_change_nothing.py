@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.looks import splits_to_mean
 from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.step.trials import beside_what_would_leave
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.forecast import Forecast
-from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.messages import Chunk, Failure
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard
@@ -200,3 +202,18 @@ def weighted(model: nn.Module, batch: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize(("loss", "found"), [(mean_square, True), (noisy, None), (weighted, False)])
 def test_a_loss_that_draws_is_not_said_to_be_no_mean_over_samples(loss: Any, found: bool | None) -> None:
     assert splits_to_mean(trainer_of(None, loss)) is found
+
+
+def test_on_a_gpu_what_runs_out_beside_state_that_would_leave_does_not_say_that_nothing_fits() -> None:
+    def found(kind: str, leaves: bool, asked: int) -> str:
+        state = {0: {"mean": torch.zeros(1000)}}
+        live: Any = SimpleNamespace(state_would_leave=leaves, optimizer=SimpleNamespace(state=state))
+        ran_out = Failure(0, "oom", "forward", "out of memory", asked_bytes=asked, free_bytes=100)
+        device: Any = SimpleNamespace(kind=kind)
+        failure = beside_what_would_leave(ran_out, live, device)
+        assert failure is not None
+        return failure.kind
+
+    assert found("cuda", True, 4000) == "error"
+    assert found("cuda", True, 5000) == "oom", "it would not fit then either"
+    assert found("cuda", False, 4000) == found("virtual", True, 4000) == "oom"

@@ -274,7 +274,7 @@ class Trainer:
     def try_step(self, failure: Failure | None, chunk: Chunk) -> Trial:
         """Take one step of a trial, undone on all ranks. A failure to apply its settings fails it from the start."""
         outcome, _ = self._step(failure, chunk)
-        return Trial.of(outcome, self.stepper, self.live)
+        return Trial.of(outcome, self.stepper, self.live, self._device)
 
     def look_into_step(self, looks: Looks) -> Failure | None:
         """Take one step as settings are, which is undone, and look into it. All ranks do that."""

@@ -111,8 +111,7 @@ class UpdateTimes:
         if steps:
             kind = _kind(live.settings)
             self._known.setdefault(kind, deque(maxlen=_UPDATES_KEPT)).extend(one[UPDATE] for one in steps)
-            state = sum(tensor.nbytes for tensor in tensors_in(list(live.optimizer.state.values())))
-            self._moved_bytes[kind] = 2 * sum(param.nbytes for param in live.parameters) + state
+            self._moved_bytes[kind] = 2 * sum(param.nbytes for param in live.parameters) + _state_bytes(live)
 
     def of(self, settings: Settings) -> float | None:
         """Return the median of the latest ones of that kind, in seconds; ``None`` where there were none but the first.
@@ -160,13 +159,28 @@ class Trial:
     not_foreseen: str = ""
 
     @classmethod
-    def of(cls, outcome: Outcome, stepper: Stepper, live: LiveModel) -> Trial:
+    def of(cls, outcome: Outcome, stepper: Stepper, live: LiveModel, device: Device) -> Trial:
         """Take in the latest step, while the settings that are tried are in effect."""
         record, stepper.record = stepper.record, None
         trace = record.trace(live.settings.batch_size) if record else None
         if trace and live.state_would_leave:
             trace = trace.without_state()
-        return cls(outcome.failure, trace, stepper.work_s, stepper.data_s, outcome.timings, stepper.not_foreseen)
+        failure = beside_what_would_leave(outcome.failure, live, device)
+        return cls(failure, trace, stepper.work_s, stepper.data_s, outcome.timings, stepper.not_foreseen)
+
+
+def beside_what_would_leave(failure: Failure | None, live: LiveModel, device: Device) -> Failure | None:
+    """Return a failure of a trial; of a GPU without room, that it says nothing of what fits, if state would leave."""
+    if failure is None or failure.kind != "oom" or device.kind != "cuda" or not live.state_would_leave:
+        return failure
+    if (failure.asked_bytes or 0) - (failure.free_bytes or 0) > _state_bytes(live):
+        return failure
+    words = "the step ran out of memory beside the optimizer's state in use, which would leave with that optimizer"
+    return replace(failure, kind="error", message=words)
+
+
+def _state_bytes(live: LiveModel) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(list(live.optimizer.state.values())))
 
 
 @contextmanager
@@ -176,7 +190,7 @@ def room_of_state_that_leaves(live: LiveModel, device: Device) -> Iterator[None]
     if device.kind == "cuda" or limit is None or not live.state_would_leave:
         yield
         return
-    device.set_limit(limit + sum(tensor.nbytes for tensor in tensors_in(list(live.optimizer.state.values()))))
+    device.set_limit(limit + _state_bytes(live))
     try:
         yield
     finally:
