@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..internals.torch_internals import MODULES_OWN
 from ..memory.device import Device, opened
 from ..memory.leaks.holders import saved_in
 from ..memory.tensors import PLAIN, attributes
@@ -95,7 +96,7 @@ class LiveHolders:
         for name, value in variables.items():
             with suppress(Exception):  # objects may raise when they are looked into
                 if _of_cells(name, value):
-                    tensors[name] = tensors_of(value)
+                    tensors |= {place: tensors_of(held) for place, held in _places(name, value)}
         found = {name: self._bytes(of_variable) for name, of_variable in tensors.items()}
         for name, of_variable in tensors.items():  # after all own ones: a graph saves weights and inputs of others
             found[name] += self._bytes(saved_in(of_variable))
@@ -127,8 +128,19 @@ class LiveHolders:
         return nbytes
 
 
+def _places(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a variable, and the attributes that the user's code has given to modules, as they are written in a cell."""
+    yield name, value
+    for inner, module in value.named_modules(prefix=name) if isinstance(value, nn.Module) else ():
+        if all(map(str.isidentifier, inner.split("."))):
+            yield from ((f"{inner}.{one}", held) for one, held in vars(module).items() if one not in MODULES_OWN)
+
+
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of a variable: of a module, an optimizer, a container, or an object's own attributes."""
+    """Return the tensors of a variable: of a module, an optimizer, a container, or an object's own attributes.
+
+    What containers and attributes hold is looked into as well, objects of classes that cells define among it.
+    """
     if isinstance(value, nn.Module):
         params = list(value.parameters())
         return [*params, *(param.grad for param in params if param.grad is not None), *value.buffers()]
@@ -145,6 +157,10 @@ def tensors_of(value: Any) -> list[Tensor]:
             parts.extend(part)
         elif isinstance(part, Mapping):
             parts.extend(part.values())
+        elif isinstance(part, nn.Module):
+            parts.extend(tensors_of(part))
+        elif type(part).__module__ == "__main__":
+            parts.append(getattr(part, "__dict__", None))
         else:
             parts.extend((attributes(part) or {}).values())
     return found

@@ -120,3 +120,20 @@ def test_the_advice_after_memory_ran_out_names_what_cells_hold() -> None:
     assert told.advice.startswith("Variables of cells hold memory: preds 400.0 MiB. preds keeps what a backward pass")
     assert told.advice.endswith(rescue.advice)
     assert "del preds" in str(told)
+
+
+def test_outputs_are_found_in_objects_of_cells_classes_and_in_what_cells_hang_on_a_model(gpu: VirtualGPU) -> None:
+    trained = trainer(gpu)
+    model, inputs = trained.live.model, torch.randn(ROWS, 4)
+
+    class Result:
+        def __init__(self) -> None:
+            self.output = model(inputs)
+
+    Result.__module__ = "__main__"
+    model.kept = [model(inputs)]  # type: ignore[assignment]
+    found = live_bytes(trained, {"model": model, "results": [Result()], "others": [torch.nn.Linear(1000, 1000)]})
+    del model.kept
+    assert set(found.with_graph) == {"model.kept", "results"}
+    assert dict(found.variables)["others"] == 1001 * 1000 * 4
+    assert "model.kept" in held_by_cells(found).partition(": del ")[2]
