@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.training import failures
 from gpumem_nb.kernel.training.failures import Tryout
+from gpumem_nb.kernel.training.state import TrainingState
 from gpumem_nb.report.differences import typed
 from gpumem_nb.report.rescue import Fit, Rescue
 from gpumem_nb.shared.categories import ACTIVATIONS
@@ -189,3 +191,13 @@ def test_where_nothing_was_tried_out_what_training_went_back_to_is_advice_enough
     assert stopped.advice == "Use a smaller model or a larger limit."
     went_back = Rescue(failure, 5, Settings(batch_size=64), did="training went back to batch_size=32", now=Settings())
     assert went_back.advice == ""
+
+
+def test_commands_lead_to_what_was_tried_also_after_other_knobs_were_set() -> None:
+    history = History(2)
+    state = TrainingState(history)
+    rescue = out_of_memory(Settings(batch_size=64))
+    rescue.trials.append(Fit(Settings(batch_size=32, accumulation_steps=2), 100 * MIB))
+    history.rescued(rescue)
+    state.adopt(Settings(batch_size=8, precision="bf16"))
+    assert rescue.advice.endswith("Type %hvd_set precision=fp32 batch_size=32 accumulation_steps=2")

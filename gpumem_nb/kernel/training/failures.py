@@ -188,7 +188,6 @@ class Failures:
             self._go_on(rescue, other, shrinks)
         elif not newer:
             self._state.adopt(self._state.settings)
-        rescue.now = self._state.settings
         if failure.kind == "error" or not (other or newer):
             self._state.stop(rescue)
             rescue.did = rescue.did or "training stopped"
@@ -206,7 +205,6 @@ class Failures:
             self.end_tryout()
         elif self._tryout:
             self._tryout.learn(answers)
-            self._tryout.rescue.now = self._state.settings
         self._try_next(chunk.settings_id - 1)
         self._history.tried_out()
 
@@ -233,7 +231,8 @@ class Failures:
 
     def _rescue(self, failure: Failure, chunk: Chunk) -> Rescue:
         self._history.failed(chunk.settings_id, failure.kind)
-        rescue = Rescue(failure, self._history.steps + 1, chunk.settings, ranks=self._history.size)
+        now = self._state.settings
+        rescue = Rescue(failure, self._history.steps + 1, chunk.settings, now=now, ranks=self._history.size)
         self._history.rescued(rescue)
         self._state.note(rescue)
         return rescue

@@ -116,6 +116,8 @@ class TrainingState:
         """Give settings a new id, even if unchanged: ranks refuse an id under which a step failed."""
         self.settings = settings
         self.settings_id = self.number(settings)
+        if rescue := self._history.rescue:
+            rescue.now = settings
         if loaded := self.workload:
             about = loaded.options, loaded.parameters, loaded.batch_norm
             self._history.begin(self.settings_id, loaded.name, settings, *about)
