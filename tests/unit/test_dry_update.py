@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from gpumem_nb.engine.step import optimizers
 from gpumem_nb.engine.step.dry_update import CannotBeForeseen, foresee
 from gpumem_nb.memory.device import open_device
+from gpumem_nb.memory.tensors import tensors_in
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 
 Build = Callable[[list[Tensor]], Optimizer]
@@ -146,8 +148,10 @@ def compared(gpu: VirtualGPU, net: nn.Module, optimizer: Optimizer, fp16: bool, 
     real = log.end()
     assert highest_and_left(row[1] for row in foreseen.rows) == highest_and_left(real.bytes.tolist())
     owned = sum(nbytes for _, nbytes, _ in foreseen.owned)
-    held = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
-    assert owned == sum(value.untyped_storage().nbytes() for value in held)
+    weights = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    inside = [tensors_in(list(vars(one).values())) for one in optimizers.with_inner(optimizer)]
+    held = {id(one): one.untyped_storage().nbytes() for one in chain.from_iterable(inside) if id(one) not in weights}
+    assert owned == sum(held.values())
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)

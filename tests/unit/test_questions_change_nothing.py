@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.looks import splits_to_mean
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.step.trials import beside_what_would_leave
+from gpumem_nb.engine.undo.step_undo import UpdateUndo
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.forecast import Forecast
 from gpumem_nb.shared.messages import Chunk, Failure
@@ -179,6 +181,24 @@ def test_state_that_each_update_computes_anew_is_there_once() -> None:
     after = forecast(trainer)
     assert before.phase == after.phase == "backward"
     assert after.live_peak_bytes == pytest.approx(before.live_peak_bytes, rel=0.01)
+
+
+def test_state_that_an_update_replaces_is_let_go_though_the_update_may_be_undone_and_comes_back_then() -> None:
+    trainer = trainer_of(Anew)
+    train(trainer, 2)
+    optimizer = trainer.live.optimizer
+    state = [values["mean"] for values in optimizer.state.values()]
+    before, alive = [one.clone() for one in state], [weakref.ref(one) for one in state]
+    kept = state.pop()  # by something else
+    undo = UpdateUndo(trainer.live.parameters, optimizer)
+    del state
+    for values in optimizer.state.values():
+        values["mean"] = values["mean"] + 1
+    assert [one() is None for one in alive] == [True] * (len(alive) - 1) + [False]
+    undo.undo()
+    after = [values["mean"] for values in optimizer.state.values()]
+    assert all(map(torch.equal, after, before))
+    assert after[-1] is kept
 
 
 def test_the_state_of_ones_own_optimizer_stays_beside_another_and_is_counted_when_it_is_asked_about() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
@@ -15,11 +16,11 @@ from ...internals.torch_internals import forget_scaler, version
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
-from ..copies import Shelf, host_copy, quick_checksum, refill
+from ..copies import Layout, Shelf, host_copy, quick_checksum, refill
 from ..random_state import RandomState
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
 from .python_state import PythonSnapshot, PythonState, each
-from .reachable import Reachable
+from .reachable import Holding, Reachable
 
 _LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor a weight, to be copied before it was seen to change
 
@@ -246,6 +247,30 @@ class WrittenByForward:
         kept.watch_no_more()
 
 
+class _Replaceable(Holding):
+    """A tensor by its content: an update that makes a new one in its place need not have room for both."""
+
+    __slots__ = ("_content", "_device", "_layout", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._layout, self._device = weakref.ref(tensor), Layout.of(tensor), tensor.device
+        self._content = host_copy(tensor)
+
+    def get(self) -> Tensor:
+        """Give the tensor, or one like it if it is no more; all that held it get the same."""
+        tensor = self._tensor()
+        if tensor is None:
+            tensor = self._layout.made(self._device)
+            self._tensor = weakref.ref(tensor)
+            self.refill()
+        return tensor
+
+    def refill(self) -> None:
+        """Put the content back, if there is a tensor for it."""
+        if (tensor := self._tensor()) is not None:
+            refill(tensor, self._content)
+
+
 class UpdateUndo:
     """Undoes an update: weights, all that the optimizer keeps, and what hooks before it change; kept in host memory."""
 
@@ -258,8 +283,12 @@ class UpdateUndo:
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
         tensors = {id(tensor): tensor for _, tensor in held if id(tensor) not in trained}
         state = set(map(id, tensors_in(list(optimizer.state.values()))))  # which must be kept, or the update is refused
-        kept = (one for one in tensors.values() if can_be_filled(one) or id(one) in state)
-        self._tensors = [(tensor, host_copy(tensor)) for tensor in kept]
+        kept = [one for one in tensors.values() if can_be_filled(one) or id(one) in state]
+        self._tensors = [(one, host_copy(one)) for one in kept if type(one) is not Tensor]
+        replaceable = {id(one): _Replaceable(one) for one in kept if type(one) is Tensor}
+        self._replaceable = list(replaceable.values())
+        self._kept.hold(lambda value: replaceable.get(id(value), value))
+        self._kept.tensors = []
 
     def undo(self) -> None:
         """Put everything back, bit for bit; state that was not there before is dropped.
@@ -267,6 +296,7 @@ class UpdateUndo:
         What one part raises stops no other, and is raised when all are done.
         """
         hooks = (self._hooks.undo,) if self._hooks else ()
+        replaceable = (one.refill for one in self._replaceable)
         contents = (partial(refill, tensor, content) for tensor, content in self._tensors)
         scaler = partial(forget_scaler, self._optimizer)
-        each((*hooks, self._weights.put_back, *self._kept.parts(), *contents, scaler))
+        each((*hooks, self._weights.put_back, *self._kept.parts(), *replaceable, *contents, scaler))
