@@ -198,7 +198,7 @@ def test_an_optimizers_function_that_refers_to_it_reaches_it_from_no_copy(gpu: V
     trained = trainer(gpu, lambda params: Closing(params, lr=0.1))
     settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
     found = trained.trials.forecast(settings, [2], [2], 0)
-    assert "kept_for of this Closing is a function" in found.update_undone
+    assert "by way of a variable or a function of its own" in found.update_undone
     assert trained.trials.rehearse(settings).forecasts.failure is None
     assert not trained.live.optimizer.state
 
