@@ -24,7 +24,7 @@ def host_copy(tensor: Tensor) -> Tensor:
     The virtual GPU rightly does not count such memory: on a GPU it would be the host's.
     """
     if not tensor.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)  # which NumPy's memory cannot be viewed as
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # which NumPy's memory cannot be viewed as
     host = torch.from_numpy(np.empty(tensor.numel() * tensor.element_size(), dtype=np.uint8))
     return host.view(tensor.dtype).as_strided(tensor.shape, _strides(tensor)).copy_(tensor.detach())
 
@@ -96,7 +96,7 @@ def checksum(tensor: Tensor) -> Tensor:
     indices is copied for it; otherwise next to nothing is allocated.
     """
     found = quick_checksum(tensor)
-    return found if isinstance(found, Tensor) else torch.tensor(found)
+    return found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")
 
 
 def quick_checksum(tensor: Tensor) -> int | Tensor:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -234,6 +235,25 @@ def test_settings_applied_in_part_are_taken_back(trainer: Trainer) -> None:
     assert trainer.live.settings.precision == "bf16"
     assert trainer.run(Chunk(good, 1, 1)).failure is None
     assert trainer.live.settings == good
+
+
+def test_a_default_device_of_a_cells_is_for_what_people_make(device: Device) -> None:
+    losses = []
+    for default in (None, "meta"):
+        torch.manual_seed(0)
+        handed = ShardedStream(*as_dataset((np.ones((64, 4), dtype=np.float32), np.arange(64))), rank=0, size=1)
+        trainer = Trainer(workload(), handed, device, time.time())
+        torch.set_default_device(default)
+        try:
+            replies = [
+                trainer.run(Chunk(Settings(batch_size=2, optimizer=name), number, 2))
+                for number, name in enumerate(("adamw", "sgd"), start=1)
+            ]
+        finally:
+            torch.set_default_device(None)
+        assert [reply.failure for reply in replies] == [None, None]
+        losses.append([sample.loss for reply in replies for sample in reply.samples])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("dropped", ["another rank failed", "other models"])

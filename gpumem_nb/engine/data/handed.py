@@ -41,7 +41,9 @@ class Columns:
             different = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
             raise WorkloadError(f"The parts of the data have different lengths: {different} rows. Give equal ones.")
         self.names = list(named) if isinstance(columns, Mapping) else None
-        self._columns = [torch.as_tensor(column) for column in named.values()]
+        self._columns = [
+            column if isinstance(column, Tensor) else torch.as_tensor(column, device="cpu") for column in named.values()
+        ]
         self._length = next(iter(lengths.values()))
 
     def __len__(self) -> int:

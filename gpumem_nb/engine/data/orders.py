@@ -133,7 +133,7 @@ class _Drawn:
         before = self._generator.get_state()
         self._generator.manual_seed(self._generator_seed + epoch)
         if self._shared:  # torch's loader draws its workers' seed before the sampler begins
-            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self._generator)
         try:
             yield
         finally:
@@ -148,7 +148,7 @@ def _unsharded(sampler: DistributedSampler[Any], length: int) -> Order:
 
     def order(seed: int, epoch: int) -> Sequence[Any]:
         generator = torch.Generator().manual_seed(own_seed + epoch)
-        return torch.randperm(length, generator=generator).numpy()  # type: ignore[return-value]
+        return torch.randperm(length, generator=generator, device="cpu").numpy()  # type: ignore[return-value]
 
     return order
 
