@@ -20,6 +20,7 @@ from gpumem_nb.engine.step.dry_update import CannotBeForeseen, foresee
 from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.tensors import tensors_in
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
+from tests.tiers import every, first_tier
 
 Build = Callable[[list[Tensor]], Optimizer]
 
@@ -154,7 +155,7 @@ def compared(gpu: VirtualGPU, net: nn.Module, optimizer: Optimizer, fp16: bool, 
     assert owned == sum(held.values())
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), first_tier(CASES, every(5)))
 def test_an_update_is_foreseen_to_the_byte_state_there_or_not(gpu: VirtualGPU, name: str, dtype: torch.dtype) -> None:
     for fp16, clip_norm in ((False, None), (True, 1.0)):
         net = network(dtype)

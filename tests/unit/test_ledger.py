@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from gpumem_nb.shared.categories import (
     TEMPORARIES,
 )
 from tests.models import MODELS, SETTINGS, Training, ledger_of, profiled, recorded
+from tests.tiers import every, first_tier
 
 WIDTH = 512
 
@@ -40,16 +42,14 @@ def gpu() -> Iterator[VirtualGPU]:
     device.set_limit(None)
 
 
-every_model = pytest.mark.parametrize("name", MODELS)
-every_setting = pytest.mark.parametrize(("precision", "checkpointing"), SETTINGS)
+CASES = [(name, *setting) for name in MODELS for setting in SETTINGS]
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-@every_model
-@every_setting
+@pytest.mark.parametrize(("name", "precision", "checkpointing"), first_tier(CASES, every(3)))
 def test_the_peak_is_the_profilers_and_categories_are_what_the_tensors_hold(
     gpu: VirtualGPU, name: str, precision: str, checkpointing: str
 ) -> None:
@@ -72,8 +72,7 @@ def forward(training: Training, precision: str, batch: dict[Any, Tensor]) -> Ten
         return training.loss(training.model, batch)
 
 
-@every_model
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "precision"), first_tier(product(MODELS, ["fp32", "bf16"]), every(3)))
 def test_activations_are_what_autograd_saves(gpu: VirtualGPU, name: str, precision: str) -> None:
     training = MODELS[name]()
     training.step(precision)

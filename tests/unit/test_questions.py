@@ -21,6 +21,7 @@ from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard
+from tests.tiers import every, first_tier
 from tests.unit.test_one_rank import alone as alone  # a fixture
 from tests.unit.test_one_rank import loss, rows, stream, tried
 
@@ -106,7 +107,7 @@ def named(settings: Settings) -> str:
     return f"{settings.optimizer}-{settings.optimizer_impl}-{settings.precision}"
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=named)
+@pytest.mark.parametrize("settings", first_tier(SETTINGS, every(3)), ids=named)
 def test_the_live_peak_that_is_predicted_is_that_of_the_step_after_next(gpu: VirtualGPU, settings: Settings) -> None:
     trained = trainer(gpu)
     before_the_first = asked(trained, settings).of[0].live_peak_bytes
