@@ -124,12 +124,10 @@ def too_large(session: Session) -> None:
     until(lambda: session.history.rescue and not session.history.rescue.looking)
 
 
-def larger_before(session: Session) -> None:
-    """A larger micro-batch, then a small one again."""
-    session.set(batch_size=16)
-    session.train(3)
-    session.set(batch_size=1, accumulation_steps=16)
+def held_for_a_while(session: Session) -> None:
+    """A cell needs much memory, and lets go of it: the steps before it never needed as much."""
     session.train(4)
+    session.run("held = torch.zeros(64 * 2**20, dtype=torch.uint8)\ndel held")
 
 
 def made_again(session: Session) -> None:
@@ -205,7 +203,7 @@ PLANTS: dict[str, Plant] = {
         "        torch.empty(mib * 2**20, dtype=torch.uint8)\n    return model(batch[0]).square().mean()",
         words="expandable_segments",
     ),
-    "a large batch before a small one": Plant("free memory in the cache", IMAGES, train=larger_before),
+    "a cell that held much for a while": Plant("free memory in the cache", IMAGES, train=held_for_a_while),
     "tensors on rank 1 alone": Plant(
         "uneven memory", train=on_rank_1("held = torch.empty(64 * 2**20, dtype=torch.uint8)"), words="Rank 1"
     ),

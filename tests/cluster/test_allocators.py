@@ -72,7 +72,7 @@ def test_asking_changes_nothing_and_says_how_to_have_it(session: Session) -> Non
     said = session.allocator_what_if()
     assert (session.run("[p.sum().item() for p in model.parameters()]"), session.history.steps) == (weights, steps)
     best, least = min(said.others, key=lambda entry: entry[1].reserved_peak_bytes)
-    assert least.reserved_peak_bytes < 0.95 * said.now[1].reserved_peak_bytes
+    assert least.reserved_peak_bytes < 0.97 * said.now[1].reserved_peak_bytes
     assert f"%env PYTORCH_CUDA_ALLOC_CONF={best} and %hvd_restart" in str(said)
     frame = said.frame()
     assert list(frame.allocator)[1:] == [str(settings) for settings, _ in said.others]

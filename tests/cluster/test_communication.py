@@ -154,14 +154,14 @@ def test_a_flip_of_horovods_own_settings_takes_little_time_and_changes_its_buffe
         session.set(fusion_threshold_mib=mib)
         assert in_time(time.monotonic() - began_s, 0.5)
         assert communication(session.train(3)) == pytest.approx(mib, abs=0.5)
-    session.set(cycle_time_ms=50)
+    session.set(cycle_time_ms=100)
     slow = session.train(6).frame().step_s.median()
     began_s = time.monotonic()
     session.set(fusion_threshold_mib="default", cycle_time_ms="default")
     assert in_time(time.monotonic() - began_s, 0.5)
     run = session.train(6)
     assert communication(run) == pytest.approx(16, abs=0.5)
-    assert slow > 0.03 + run.frame().step_s.median() / 2
+    assert slow > 0.03 + run.frame().step_s.median()
     assert len(weights(session)) == 1
 
 
