@@ -17,7 +17,7 @@ from .names import last
 from .plain import PlainCell, plain_cell
 from .shown import READING_METHODS
 from .statements import BUILTIN, LOOKS, NOTEBOOK, Statement, statement
-from .unseen import may_call, unseen_changes
+from .unseen import harmless, may_call, unseen_changes
 
 OFFERED = frozenset({"hvd", "torch", "rank", "size", "device"})
 """What cells find defined when the ranks start."""
@@ -69,7 +69,9 @@ class Part:
 def parts_of(cells: Sequence[Cell]) -> list[Part]:
     """Return the parts that some cells are, in the order in which they ran."""
     meant = {name: what for cell in cells for name, what in imported_in(cell.source)}
-    more = doing_more((ast.parse(cell.source) for cell in cells), meant)
+    ran = [ast.parse(cell.source) for cell in cells]
+    quiet = harmless(ran)
+    more = doing_more(ran, meant, quiet)
     held, parts = set[str](), list[Part]()  # names that people hold themselves, which ranks do not offer anything under
     for number, cell in enumerate(cells):
         for name, variable in cell.offered:
@@ -80,7 +82,7 @@ def parts_of(cells: Sequence[Cell]) -> list[Part]:
         if cell.opaque or cell.pushed:
             parts.append(Part(number, binds=frozenset(cell.pushed)))
         elif cell.source:
-            part = _part(plain_cell(cell.source, meant, more), number)
+            part = _part(plain_cell(cell.source, meant, more, quiet), number)
             parts.append(part if cell.known else replace(part, fresh=frozenset()))  # it may not have come to that
         if not cell.offered and (cell.source or cell.opaque or cell.pushed):
             deleted = {name for one in parts[-1].statements for name in one.deletes}

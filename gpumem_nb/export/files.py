@@ -33,17 +33,25 @@ def saves(node: ast.stmt) -> bool:
     return any(map(_is_saving, parts)) and all(_is_saving(part) or _is_beside(part) for part in parts)
 
 
-def only_saves(node: ast.AST, more: frozenset[str]) -> bool:
+def only_saves(node: ast.AST, more: frozenset[str], harmless: frozenset[str]) -> bool:
     """Return whether code that saves calls nothing that could do something else, as functions of these names do."""
-    return all((name in _BESIDE or _names_saving(name)) and name not in more for name in _called(node))
+    return all(
+        (name in _BESIDE or _names_saving(name) or name in harmless) and name not in more for name in _called(node)
+    )
 
 
-def doing_more(cells: Iterable[ast.AST], meant: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of functions of cells that seem to make files by their names, and may change something."""
+def doing_more(cells: Iterable[ast.AST], meant: Mapping[str, str], harmless: frozenset[str]) -> frozenset[str]:
+    """Return the names of functions of cells that seem to make files by their names, and may change something.
+
+    Args:
+        cells: all of them.
+        meant: what names were imported for.
+        harmless: the names of functions of cells that change nothing.
+    """
     functions = [node for cell in cells for node in ast.walk(cell) if isinstance(node, ast.FunctionDef)]
     named = [one for one in functions if _makes_by_name(one.name)]
     found = frozenset[str]()
-    while more := {one.name for one in named if _changes(one) or acts_beside(one, meant, found)} - found:
+    while more := {one.name for one in named if _changes(one) or acts_beside(one, meant, found, harmless)} - found:
         found |= more
     return found
 
@@ -104,13 +112,13 @@ def _makes_by_name(name: str) -> bool:
     return _names_saving(name) or _names_making(name) or name in _MAKING
 
 
-def acts_beside(node: ast.stmt, meant: Mapping[str, str], more: frozenset[str]) -> bool:
+def acts_beside(node: ast.stmt, meant: Mapping[str, str], more: frozenset[str], harmless: frozenset[str]) -> bool:
     """Return whether code that makes files calls what is the user's own and may change something."""
     others = {*_made_in(node)} | meant.keys() | set(dir(builtins)) | {"get_ipython"}
     for call in (one for one in ast.walk(node) if isinstance(one, ast.Call)):
         begins, name = dotted(call.func, {}).partition(".")[0].removesuffix("()"), last(call.func)
         plain = begins in others and not name.endswith("_")
-        if name in more or not (plain or name in _BESIDE or _makes_by_name(name)):
+        if name in more or not (plain or name in _BESIDE or name in harmless or _makes_by_name(name)):
             return True
     return False
 

@@ -53,24 +53,24 @@ class PlainCell:
     same: bool = True
 
 
-def plain_cell(source: str, meant: Mapping[str, str], more: frozenset[str] = frozenset()) -> PlainCell:
+def plain_cell(source: str, meant: Mapping[str, str], more: frozenset[str], harmless: frozenset[str]) -> PlainCell:
     """Return a cell for a script.
 
     Args:
         source: of the cell, as it ran.
         meant: what names were imported for.
-        more: functions that do more than what their names say, see :func:`doing_more`.
+        more, harmless: functions of cells that do more than make files as their names say, and that change nothing.
     """
     source = without_timing(source)
     tree = ast.parse(source)
-    removed = [*_removed(tree.body, meant, more)]
+    removed = [*_removed(tree.body, meant, more, harmless)]
     told = [node for node in removed if may_act(node) or saves(node) or makes_files(node, meant)]
     texts = [ast.get_source_segment(source, node) or "" for node in told]
     odd = [
         node
         for node in _statements(tree.body)
-        if (saves(node) and not only_saves(node, more))
-        or (only_makes_files(node, meant) and acts_beside(node, meant, frozenset()))
+        if (saves(node) and not only_saves(node, more, harmless))
+        or (only_makes_files(node, meant) and acts_beside(node, meant, frozenset(), harmless))
     ]
     text = _without(source, removed, tree.body)
     return PlainCell(
@@ -109,14 +109,16 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(handler.body)
 
 
-def _removed(body: Sequence[ast.stmt], meant: Mapping[str, str], more: frozenset[str]) -> Iterator[ast.stmt]:
+def _removed(
+    body: Sequence[ast.stmt], meant: Mapping[str, str], more: frozenset[str], harmless: frozenset[str]
+) -> Iterator[ast.stmt]:
     """Yield the outermost statements that are not for a script."""
     end = (0, 0)
     for node in _statements(body):
         if (node.lineno, node.col_offset) < end:
             continue  # inside of one that is removed
-        saving = saves(node) and only_saves(node, more)
-        making = only_makes_files(node, meant) and not acts_beside(node, meant, more)
+        saving = saves(node) and only_saves(node, more, harmless)
+        making = only_makes_files(node, meant) and not acts_beside(node, meant, more, harmless)
         idle = is_line_of_ipython(node) or _opens_window(node, meant)
         if idle or saving or making:
             end = (node.end_lineno or 0, node.end_col_offset or 0)

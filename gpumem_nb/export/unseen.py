@@ -28,15 +28,32 @@ def unseen_changes(cells: Sequence[ast.Module], reading: Collection[str]) -> fro
         reading: names of methods whose calls are taken for reading only.
     """
     nodes = [node for cell in cells for node in ast.walk(cell)]
-    functions = [node for node in nodes if isinstance(node, _FUNCTIONS) and node.name != "__init__"]
-    code = [(node.name, [inner for part in node.body for inner in ast.walk(part)]) for node in functions]
-    code += (named := [*_named_otherwise(nodes)])
-    changing = {node.name for node in functions if "cached_property" in map(last, node.decorator_list)}
+    unseen = {*reading, "extra_repr", *(name for name, _ in _named_otherwise(nodes))}
+    unseen |= {
+        one.name for one in _functions(nodes) if _is_unseen(one.name) or any(map(_is_attribute, one.decorator_list))
+    }
+    return frozenset(_changing(nodes) & unseen) | frozenset(filter(_is_unseen, _set_later(nodes)))
+
+
+def harmless(cells: Sequence[ast.Module]) -> frozenset[str]:
+    """Return the names of functions and methods of cells that change nothing that is there after them."""
+    nodes = [node for cell in cells for node in ast.walk(cell)]
+    return frozenset(one.name for one in _functions(nodes)) - _changing(nodes)
+
+
+def _functions(nodes: Sequence[ast.AST]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in nodes if isinstance(node, _FUNCTIONS) and node.name != "__init__"]
+
+
+def _changing(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the names of functions and methods that may change something, or use one that does."""
+    functions = _functions(nodes)
+    code = [(one.name, [inner for part in one.body for inner in ast.walk(part)]) for one in functions]
+    code += _named_otherwise(nodes)
+    changing = {one.name for one in functions if "cached_property" in map(last, one.decorator_list)}
     while more := {name for name, parts in code if _changes(parts, changing)} - changing:
         changing |= more
-    unseen = {*reading, "extra_repr", *(name for name, _ in named)}
-    unseen |= {node.name for node in functions if _is_unseen(node.name) or any(map(_is_attribute, node.decorator_list))}
-    return frozenset(changing & unseen) | frozenset(filter(_is_unseen, _set_later(nodes)))
+    return changing
 
 
 def may_call(node: ast.AST, methods: Collection[str]) -> bool:

@@ -133,3 +133,12 @@ def test_what_is_done_beside_writing_a_file_is_not_left_out(change: str) -> None
     with pytest.raises(WorkloadError, match="writes a file, which a script shall not do again"):
         selected([Cell(begin), Cell(change)], ["net"], 0, forgotten=False)
     assert "log" not in selected([Cell(begin), Cell(change), Cell("net = made()")], ["net"], 0, False).definitions
+
+
+def test_what_only_counts_may_be_written_to_a_file() -> None:
+    begin = (
+        "class Net(list):\n    def about(self): return len(self)\ndef count(net): return net.about() + 1\nnet = Net()"
+    )
+    for write in ("with open('log', 'w') as file:\n    file.write(f'{count(net)} {net.about()}')", "save(count(net))"):
+        found = selected([Cell(begin), Cell(write)], ["net"], 0, forgotten=False)
+        assert (found.definitions, found.left_out) == (begin, (write,))
