@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import io
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -280,7 +282,8 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:
     """Write ``objects`` (by variable name) to a file in the session's own folder.
 
-    All in one pickle, because an optimizer holds the very parameters of its model.
+    All in one, because an optimizer holds the very parameters of its model; in torch's form, which keeps memory that
+    tensors share.
 
     Returns:
         Empty, or why they cannot be kept: with snapshots more than ``space`` bytes, or not to be pickled.
@@ -290,14 +293,17 @@ def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:
         if any(isinstance(value, Optimizer) and has_step_hooks(value) for value in objects.values()):
             path.unlink(missing_ok=True)
             return "an optimizer loses its step hooks when it is pickled"
+        # torch pickles an optimizer without what only this one has.
         beside = {name: beside_state(value) for name, value in objects.items() if isinstance(value, Optimizer)}
-        pickled = cloudpickle.dumps((objects, beside))  # torch pickles an optimizer without what only this one has
+        stream = io.BytesIO()
+        torch.save((objects, beside), stream, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
         path.unlink(missing_ok=True)  # what was attached before
-        if not snapshot_folder.make_room(path.parent, len(pickled), space):
+        written = stream.getbuffer()
+        if not snapshot_folder.make_room(path.parent, len(written), space):
             return (
-                f"they take {format_bytes(len(pickled))}, more than is left of the {format_bytes(space)} for snapshots"
+                f"they take {format_bytes(len(written))}, more than is left of the {format_bytes(space)} for snapshots"
             )
-        partial.write_bytes(pickled)
+        partial.write_bytes(written)
         os.replace(partial, path)
     except Exception as error:  # pickling runs the objects' own code
         with suppress(OSError):
@@ -307,23 +313,21 @@ def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:
     return ""
 
 
-def load_objects_onto(device: Device, path: Path, model: str) -> dict[str, Any]:
-    """Return the same as :func:`load_objects`, the model of this name with memory that the device counts."""
-    kept = load_objects(path)
-    with device.exempt():
-        for tensor in (*kept[model].parameters(), *kept[model].buffers()):
-            tensor.data = tensor.data.clone()
-    return kept
+def load_objects(path: Path, device: Device) -> dict[str, Any]:
+    """Return the objects that :func:`save_objects` wrote; what lay on rank 0's GPU lies on this rank's.
 
-
-def load_objects(path: Path) -> dict[str, Any]:
-    """Return the objects that :func:`save_objects` wrote. The file lies in a folder that its owner alone can write to.
+    The file lies in a folder that its owner alone can write to.
 
     Raises:
         StateFileError: they cannot be made again.
     """
+
+    def place(storage: Any, where: str) -> Any:
+        return storage.to(device=device.torch_device) if where.startswith("cuda") else storage
+
     try:
-        objects, beside = cloudpickle.loads(path.read_bytes())
+        with device.exempt():
+            objects, beside = torch.load(path, map_location=place, weights_only=False)
         for name, kept in beside.items():
             vars(objects[name]).update(kept)
         return objects  # type: ignore[no-any-return]

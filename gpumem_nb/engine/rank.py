@@ -41,7 +41,7 @@ from ..shared.state_file import Header
 from ..shared.step_times import StepLanes
 from ..shared.workload import Workload, WorkloadInfo
 from . import building, device_look, exporting, looks, surroundings
-from .attach import attached, load_objects_onto, named, save_objects
+from .attach import attached, load_objects, named, save_objects
 from .cells import OfferedNames, attached_names, taken
 from .device_look import look as look
 from .link import collectives, horovod, pulse, signals
@@ -328,7 +328,7 @@ def save_attached(names: dict[str, str | None], path: str, space: int) -> str:
 
 def load_attached(names: dict[str, str | None], path: str) -> None:
     """Define the kept objects again under their names."""
-    namespace().update(load_objects_onto(_device, Path(path), str(names["model"])))
+    namespace().update(load_objects(Path(path), _device))
 
 
 def free() -> Freed:

@@ -218,12 +218,22 @@ class Slowing(SGD):
             self.change(param)
 
 
+def test_weights_that_share_memory_share_it_in_attached_objects_that_came_back(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight.data = net[0].weight.data
+    path = tmp_path / "attached.pickle"
+    assert attach.save_objects({"net": net}, path, 2**40) == ""
+    one, other = attach.load_objects(path, opened())["net"]
+    one.weight.data.fill_(5)
+    assert torch.equal(other.weight, one.weight)
+
+
 def test_what_only_an_optimizer_of_ones_own_has_comes_back_with_attached_objects(tmp_path: Path) -> None:
     own = Slowing((model := nn.Linear(2, 2)).parameters())
     own.step()
     path = tmp_path / "attached.pickle"
     assert attach.save_objects({"net": model, "own": own}, path, 2**40) == ""
-    back = attach.load_objects(path)
+    back = attach.load_objects(path, opened())
     own.step()
     back["own"].step()
     assert torch.equal(back["net"].weight, model.weight)
@@ -246,7 +256,7 @@ def test_a_scheduler_comes_back_with_its_optimizer(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5**step)
     path = tmp_path / "attached.pickle"
     assert attach.save_objects({"net": model, "own": own, "sched": scheduler}, path, 2**40) == ""
-    back = attach.load_objects(path)
+    back = attach.load_objects(path, opened())
     assert back["sched"].optimizer is back["own"]
     back["own"].step()
     back["sched"].step()
