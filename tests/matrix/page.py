@@ -36,7 +36,8 @@ they run, and put back bit for bit where it differs:
   scale, the learning rate;
 - random numbers of torch, CUDA, NumPy and Python, and generators that the model keeps;
 - attributes of modules, of hooks, of the loss, and of objects, dataclasses and slots that these hold; closures,
-  defaults and globals of your own functions among them;
+  defaults and globals of your own functions among them, attributes of your own classes, and variables of your own
+  modules by the names that these functions use;
 - what lists, dicts, tuples, sets and deques among these hold, of any length and six deep; tensors in them of up to
   64 KiB, and larger ones once their content was seen to change; NumPy arrays of up to 64 KiB.
 
