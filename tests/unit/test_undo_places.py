@@ -208,6 +208,14 @@ def test_a_tensor_is_put_back(what: str, as_buffer: bool) -> None:
         assert (net.kept.tolist(), net.kept.dtype) == (before, kind)
 
 
+def test_what_forward_froze_before_it_failed_is_trained_again() -> None:
+    net = nn.Linear(WIDTH, WIDTH)
+    undo = ForwardUndo(ForwardState([net], loss))
+    net.weight.requires_grad_(False)
+    undo.undo()
+    assert net.weight.requires_grad
+
+
 def test_modules_and_weights_that_forward_makes_are_gone_when_it_is_undone() -> None:
     class Making(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

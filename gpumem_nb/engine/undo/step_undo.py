@@ -38,6 +38,7 @@ class ForwardUndo:
         self._python = state.python.take()
         self._others = state.others_before(self._python)
         self._buffers = state.always_kept()
+        self._frozen = [(weight, weight.requires_grad) for weight in state.weights]
         self._random = RandomState.take()
 
     def undo(self) -> None:
@@ -47,12 +48,18 @@ class ForwardUndo:
         """
         weights = (self.weights.put_back,) if self.weights else ()
         others = (*(before.put_back for before in self._others), self._tell_of_missed)
-        each(chain(self._python.parts(), others, (self._put_buffers_back,), weights, (self._random.put_back,)))
+        tensors = (self._put_buffers_back, self._freeze_again, *weights)
+        each(chain(self._python.parts(), others, tensors, (self._random.put_back,)))
 
     def _tell_of_missed(self) -> None:
         missed = [before for before in self._others if before.was_missed]
         if missed:
             self._state.tell_of(missed, self.weights.looked_after if self.weights else set())
+
+    def _freeze_again(self) -> None:
+        for weight, trained in self._frozen:
+            if weight.requires_grad != trained:
+                weight.requires_grad_(trained)
 
     def _put_buffers_back(self) -> None:
         for buffer, content in self._buffers:
@@ -66,6 +73,9 @@ class ForwardState:
         parts: the modules whose weights are trained.
         code: the loss, or hooks around an update.
         on_host: copies of tensors on a GPU are fetched, which waits for it; by default they stay there.
+
+    Attributes:
+        weights: all that are found in these, trained or not.
     """
 
     def __init__(self, parts: Iterable[nn.Module], *code: Callable[..., Any], on_host: bool = False) -> None:
@@ -81,6 +91,7 @@ class ForwardState:
         self._fresh: list[Before] = []
         self._found: Reachable | None = None
         self._trained: set[int] = set()
+        self.weights: list[Tensor] = []
         self._other_weights: list[tuple[Key, Tensor]] = []  # frozen, or of an average that a hook keeps, for example
         self._small_weights: list[Tensor] = []  # among these
         self._cells = cells.ran()
@@ -101,6 +112,7 @@ class ForwardState:
         if self._found is not self.python.found:
             self._found = self.python.found
             weights = self.python.weights()
+            self.weights = [weight for _, weight in weights]
             ours = {id(weight) for part in self._parts for weight in part.parameters() if weight.requires_grad}
             self._trained = {id(weight) for _, weight in weights} & ours
             others = [(key, one) for key, one in weights if id(one) not in self._trained and can_be_filled(one)]
