@@ -200,7 +200,7 @@ class KeptWeights:
         return copied + [weight for weight, before in self._summed if quick_checksum(weight) != before]
 
     def watch_no_more(self) -> None:
-        """Forward and backward are over: what comes is the update."""
+        """Forward and backward are over: what comes is the update, which a question may take and undo."""
         self.missed += [weight for weight, before in self._watched if version(weight) != before]
         self._watched = []
 
@@ -256,7 +256,6 @@ class WrittenByForward:
         """Learn what forward and backward have written since."""
         if self._written is None:
             self._written = kept.written()
-        kept.watch_no_more()
 
 
 class _Replaceable(Holding):
