@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -284,3 +285,15 @@ def test_a_weight_that_a_cell_gave_another_shape_is_refused(trainer: Trainer) ->
     failure = trainer.run(Chunk(settings, 1, 1)).failure
     assert failure is not None
     assert "weight has shape (6, 4) now and had (4, 4)" in failure.message
+
+
+@pytest.mark.parametrize("change", ["group['lr'] = None", "del group['lr']", "group['params'].clear()"])
+def test_groups_that_a_cell_has_broken_are_refused_and_can_be_left(trainer: Trainer, change: str) -> None:
+    settings = Settings(batch_size=2)
+    assert trainer.run(Chunk(settings, 1, 1)).failure is None
+    exec(change, {"group": trainer.live.optimizer.param_groups[0]})
+    cells.one_more()
+    failure = trainer.run(Chunk(settings, 1, 1)).failure
+    assert failure is not None
+    assert re.search("learning rate of the optimizer's group 0 is None|no weights left to train", failure.message)
+    trainer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...shared.errors import WorkloadError
 from ...shared.settings import Settings
 from .ambient import DTYPES
 from .parts import Parts, in_groups
+from .rates import rate_of
 
 _KERAS = ("keras", "tf_keras")
 _LOOP = "run steps of your own in a %%hvd cell, with hvd.DistributedOptimizer"
@@ -141,6 +143,25 @@ def checked_optimizer(optimizer: Any, parts: Parts) -> Optimizer:
     if optimizer.param_groups[0].get("lr") is None:
         raise WorkloadError(f"The optimizer {kind} has no learning rate of its own. Build it with one: lr=1e-3.")
     return optimizer
+
+
+def check_groups(optimizer: Optimizer) -> None:
+    """Refuse groups that an update could not be made with.
+
+    Raises:
+        WorkloadError: a group's learning rate is no number, or no group has a weight.
+    """
+    for place, group in enumerate(optimizer.param_groups):
+        if math.isnan(rate_of(group)):
+            raise WorkloadError(
+                f"The learning rate of the optimizer's group {place} is {group.get('lr')!r}. Set a number in a %%hvd "
+                f"cell: optimizer.param_groups[{place}]['lr'] = 1e-3."
+            )
+    if next(iter(in_groups(optimizer)), None) is None:
+        raise WorkloadError(
+            f"The optimizer {type(optimizer).__name__} has no weights left to train: its groups are empty. Build it "
+            "anew, and attach the model and the optimizer again."
+        )
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

@@ -76,8 +76,8 @@ class Parts:
 
 
 def in_groups(optimizer: Optimizer) -> Iterable[Tensor]:
-    """Return the weights that an optimizer trains, in its order."""
-    return (param for group in optimizer.param_groups for param in group["params"])
+    """Return the weights that an optimizer trains, in its order, without what is none: a cell may have put it there."""
+    return (param for group in optimizer.param_groups for param in group["params"] if isinstance(param, Tensor))
 
 
 class Modes:

@@ -8,6 +8,7 @@ holds for Adam, whose averages are of gradients. So nothing is corrected here; a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,8 +101,8 @@ class Rates:
 
     @property
     def first(self) -> float:
-        """The rate of the first group."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        """The rate of the first group; NaN without one."""
+        return next(iter(self._now()), math.nan)
 
     @property
     def asked(self) -> float:
@@ -175,11 +176,19 @@ class Rates:
         return [first, *(rate * first / base[0] for rate in base[1:])]
 
     def _now(self) -> list[float]:
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
+        return list(map(rate_of, self._optimizer.param_groups))
 
     def _set(self, rates: list[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             _set(group, rate)
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a group; NaN where a cell has put something else there."""
+    try:
+        return float(group["lr"])
+    except (LookupError, TypeError, ValueError):
+        return math.nan
 
 
 def named_rate(optimizer: Optimizer) -> float:

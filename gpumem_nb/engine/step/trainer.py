@@ -25,6 +25,7 @@ from ..link import settings as link_settings
 from ..link import signals
 from ..random_state import OwnNumbers, seeded
 from .buckets import ReductionConfig
+from .checks import check_groups
 from .evaluation import PHASE as EVALUATION
 from .evaluation import Evaluator
 from .failures import explained
@@ -349,6 +350,7 @@ class Trainer:
         self.stepper.phase = "forward"
         self.stepper.voting.reduction.come_last()
         try:
+            check_groups(self.live.optimizer)
             self.live.refuse_strangers()
             self.stream.check_length()
         except Exception as error:  # len() of the data may be the user's code

@@ -195,8 +195,9 @@ class Voting:
     ) -> tuple[bool, GradientNorms | None, Failure | None]:
         """Vote; what goes wrong in asking fails the step. Returns whether this rank's weights are compared."""
         nonfinite, digest, norms = None, None, None
-        careful = True
+        careful, relisted = True, False
         try:
+            relisted = self._live.relisted()
             if loss is not None:
                 self.reduction.measure_rest()
                 norms = GradientNorms(self._live.parameters)
@@ -206,8 +207,7 @@ class Voting:
         except BaseException as error:
             failure = failure or step.failure(error)
         left = signals.nudged_since(order.nudges)
-        torn, relisted = self.reduction.torn, self._live.relisted()
-        flags = failure is not None, left, careful, torn, relisted
+        flags = failure is not None, left, careful, self.reduction.torn, relisted
         write_ballot(self.reduction.ballot, flags, nonfinite, digest)
         return digest is not None, norms, failure
 
