@@ -143,3 +143,17 @@ def test_a_comparison_says_that_a_cell_in_between_may_have_changed_the_model() -
     assert [caveat in str(runs.compare(a, b)) for a, b in ((1, 2), (2, 3), (1, 3))] == [False, True, True]
     assert "Run 2 → 3: the same settings" in str(runs.compare(2, 3))
     assert Row.from_saved(runs[3].saved()).model_version == runs[3].model_version
+
+
+def test_speeds_of_ranks_that_waited_for_a_core_are_not_called_the_best_without_a_word() -> None:
+    history = history_of()
+    for size in (16, 32):
+        train(history, Settings(batch_size=size), TEN)
+    _, runs = runs_of(history)
+    assert "machine busy" not in str(runs)
+    busy = replace(runs[2], speed=replace(runs[2].speed, starved=0.6))  # type: ignore[type-var]
+    text = str(replace(runs, rows=[runs[1], busy]))
+    assert (
+        "samples/s and best are not comparable: machine busy, ranks waited for a core in 60 % of a step (run 2)."
+        in text
+    )

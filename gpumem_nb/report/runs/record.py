@@ -13,6 +13,7 @@ from typing import Any
 from ...shared.categories import CATEGORIES
 from ...shared.errors import InvalidInput, nearest
 from ...shared.step_times import PARTS
+from ..speed import not_comparable
 from ..tables import Report, Table, notes_html
 from ..written import Written
 from . import columns
@@ -173,6 +174,11 @@ class Runs(Report):
                 "Under equal settings another run begins after a cell on the ranks, which may change the model, an "
                 "interrupt or a restart."
             )
+        busiest = max(
+            (row for row in shown if row.speed), key=lambda row: row.speed.starved if row.speed else 0, default=None
+        )
+        if busiest and (why := not_comparable(busiest.speed, None)):
+            notes.append(f"samples/s and best are {why} (run {busiest.number}).")
         compared = {row.model for row in shown if self._around.loss(row) is not None}
         if compared:
             sizes = sorted({self._around.samples[model] for model in compared})
