@@ -165,6 +165,18 @@ def test_an_optimizer_that_was_used_before_goes_on_from_the_first_ranks_state(
         assert all(torch.equal(state[name], copied[name]) for name in state)
 
 
+def test_what_an_optimizer_of_ones_own_counts_is_taken_over(postman: Postman) -> None:
+    class Counting(Adam):
+        updates = 0
+
+    optimizers = [Counting(nn.Linear(2, 2).parameters()) for _ in range(2)]
+    for rank, one in enumerate(optimizers):
+        postman.become(rank)
+        vars(one)["updates"] = 5 - rank
+        Replicas(one).follow_first()
+    assert [one.updates for one in optimizers] == [5, 5]
+
+
 def test_state_in_lists_is_taken_over_and_lies_where_its_weight_does(
     postman: Postman, monkeypatch: pytest.MonkeyPatch
 ) -> None:

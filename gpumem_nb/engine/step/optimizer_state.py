@@ -74,7 +74,9 @@ class Replicas:
             for index, param in enumerate(params)
             if first and param in state
         }
-        skeleton = from_first(skeleton, f"The state of the optimizer {type(self._optimizer).__name__}")
+        told = skeleton, optimizers.numbers_beside(self._optimizer)
+        skeleton, numbers = from_first(told, f"The state of the optimizer {type(self._optimizer).__name__}")
+        vars(self._optimizer).update(numbers)
         if not first:
             made = {
                 params[index]: mapped(Layout, partial(_made, params[index].device), values)
