@@ -94,7 +94,9 @@ def sets_given(node: ast.stmt) -> frozenset[int | str]:
     Of those that are not the statement itself, :data:`ANY`; themselves (``self``) aside.
     """
     parts = [part for one in ast.walk(node) if isinstance(one, _FUNCTIONS) for part in ast.walk(one)]
-    changed = {name for part in parts for name in (*sets(part), *effects(part))} - {"self"}
+    calls = [one for part in parts if isinstance(part, ast.Expr) for one in ast.walk(part) if isinstance(one, ast.Call)]
+    changed = {root(one) for one in calls if isinstance(one.func, ast.Attribute)}  # a call alone changes no function
+    changed = (changed | {name for part in parts for name in sets(part)}) - {"self"}
     before = set[str]()
     while changed != before:  # they may be parts of something else
         before = set(changed)

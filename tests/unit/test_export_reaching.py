@@ -199,6 +199,8 @@ def test_what_a_function_only_uses_of_a_library_is_not_set() -> None:
     assert settings_in([Cell(patch), Cell("patch(net, kind=torch.nn.ReLU)")]) == ["patch(net, kind=torch.nn.ReLU)"]
     assert settings_in([Cell(patch), Cell("patch(torch.nn.ReLU, len)")]) == ["patch(torch.nn.ReLU, len)"]
     assert settings_in([Cell(patch), Cell("patch(len, len)")]) == []
+    each = "import torch\ndef each(net, function):\n    for part in net.children(): function(part)"
+    assert settings_in([Cell(each), Cell("each(net, torch.nn.init.zeros_)")]) == []
 
 
 def test_devices_and_ranks_do_not_tie_what_they_are_given_to() -> None:
