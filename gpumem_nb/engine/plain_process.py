@@ -21,6 +21,7 @@ from ..internals.ipykernel_internals import shell_here
 _OF_LAUNCHERS = ("OMPI_", "OPAL_", "PMIX_", "PRTE_")
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by a rank, in its own ways
 _cell: Any = None  # the message that asked for the latest one
+_engines_streams: list[Any] = []
 _masks = threading.local()  # of the thread that forks: which signals it held back before
 _INSTEAD = "Type %hvd_stop to end all ranks, or %hvd_restart to start them anew."
 _NO_INPUT = (
@@ -44,6 +45,7 @@ def make_plain(variables: MutableMapping[str, Any]) -> None:
         os.environ.pop(name, None)
         os.unsetenv(name)
     for stream in (sys.stdout, sys.stderr):
+        _engines_streams.append(stream)
         _look_after(stream)
     os.register_at_fork(
         before=_hold_signals, after_in_parent=_let_signals_through, after_in_child=_handle_signals_as_usual
@@ -172,8 +174,11 @@ def _let_signals_through() -> None:
 
 
 def _handle_signals_as_usual() -> None:
-    """In a forked child: handlers of a rank would swallow what ends a plain process, and tell a crash as the rank's."""
+    """In a forked child: what a rank does with signals, crashes and prints is not for its children."""
     faulthandler.disable()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) in _engines_streams:  # which have a thread of the rank's send what is printed
+            setattr(sys, name, getattr(sys, f"__{name}__"))
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):

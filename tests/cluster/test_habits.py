@@ -121,6 +121,12 @@ def test_a_debugger_in_the_loss_ends_the_step_in_a_sentence(two_ranks: Session) 
         two_ranks.train(1)
 
 
+def test_what_children_print_is_shown(two_ranks: Session) -> None:
+    code = "import multiprocessing, time\nchild = multiprocessing.Process(target=print, args=('of a child',))\n"
+    call = two_ranks.run_cell(f"{code}child.start()\nchild.join()\ntime.sleep(0.5)", timeout=HANG_S)
+    assert call.outputs() == ["of a child\n"] * 2
+
+
 def test_children_read_an_empty_standard_input(two_ranks: Session) -> None:
     cell = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'input()'], capture_output=True).returncode"
     assert two_ranks.run(cell, timeout=HANG_S) == [1, 1]
