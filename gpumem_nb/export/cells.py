@@ -175,8 +175,13 @@ class Relations:
         used = {name for one in statements for name in one.reads | one.late | one.binds_late}
         used |= {name for one in statements if not one.imports for name in one.binds}
         self._silent = {name for name, package in self._package.items() if self._is_others(package)} - used
-        aliasing = (one for one in statements if one.parts_of & (self._package.keys() | IMPORTING))
-        self._aliases = {name for one in aliasing for name in one.aliases}
+        self._aliases = set[str]()
+        packages = self._package.keys() | IMPORTING
+        while (
+            more := {n for one in statements if one.parts_of & (packages | self._aliases) for n in one.aliases}
+            - self._aliases
+        ):
+            self._aliases |= more
         self._others: dict[str, set[str]] = defaultdict(set)
         for one in statements:
             for name in one.aliases:

@@ -145,6 +145,11 @@ KEPT_WHOLE = {
         "net = Net(rows)",
         "lib = importlib.import_module('lib')\nlib.kinds.append(3)",
     ),
+    "library's classes by way of two names": (
+        "import lib",
+        "net = Net(rows)",
+        "kinds = (lib.Linear, lib.Conv)\nfor kind in kinds: kind.width = 8",
+    ),
     "the variables of a library": ("import lib", "net = Net(rows)", "vars(lib)['kinds'][0] = 3"),
     "a name of Python's own": ("net = Net(rows)", "input = net.r", "input.append(3)"),
     "a name that ranks offer": ("net = Net(rows)", "size = net.r", "size.append(3)"),
