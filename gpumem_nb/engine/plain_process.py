@@ -151,6 +151,8 @@ def _look_after(stream: Any) -> None:
     def write_and_note(text: str) -> Any:
         nonlocal written
         written = True
+        if isinstance(text, str) and not text.isascii():  # half a surrogate pair could not be sent, nor what follows it
+            text = text.encode(errors="backslashreplace").decode()
         if _cell is not None and threading.current_thread() is not threading.main_thread():
             stream.set_thread_parent(_cell)
         return write(text)

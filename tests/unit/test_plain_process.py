@@ -6,8 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from gpumem_nb.engine import plain_process
 
 # A rank handles the signal by itself. It comes to a child before anything in it has run, as on a busy machine.
 RANK = """
@@ -47,3 +50,12 @@ def test_a_crash_of_a_child_is_not_told_as_the_ranks(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CRASH, told], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(-signal.SIGABRT), "True"]
     assert told.read_text() == ""
+
+
+def test_half_a_surrogate_pair_is_printed_as_python_writes_it() -> None:
+    shown: list[str] = []
+    stream = SimpleNamespace(write=shown.append, flush=len)
+    plain_process._look_after(stream)
+    for text in ("a", "ü漢🎉", "\ud800 alone"):
+        stream.write(text)
+    assert shown == ["a", "ü漢🎉", "\\ud800 alone"]
