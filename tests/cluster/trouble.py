@@ -52,15 +52,14 @@ def note_steps(path, form, count):
 CODE = (
     f"{LOOK}\n"
     + """
-import pathlib, time, types
+import argparse, pathlib, time
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from gpumem_nb.engine.replay.segment import Segment
 
-# In a module: a step that is undone puts back the variables of the loss's functions, and the fault would strike again.
-plan = types.ModuleType("plan")
-plan.fault = plan.kind = plan.old = None
-plan.wait = 0
+# A step that is undone puts back variables, modules and objects of the loss's functions, and the fault would strike
+# again; objects of Python's own classes are left alone.
+plan = argparse.Namespace(fault=None, kind=None, old=None, wait=0)
 
 def plant(where, what, after=0, flip=False):
     old = the_trainer().live.settings if flip else None
