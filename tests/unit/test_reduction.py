@@ -35,6 +35,21 @@ def test_a_layer_that_was_frozen_for_a_while_is_averaged_again(alone: Overheard)
         assert len(alone.buckets[-1]) == 2 + trained  # weight, bias, ballot
 
 
+def test_the_ballot_travels_as_before_where_a_cell_changed_types_perhaps_on_one_rank_alone(alone: Overheard) -> None:
+    def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        weight = next(model.parameters())
+        output: Tensor = model(batch[0].to(weight.dtype))
+        return output.square().mean()
+
+    trainer = Trainer(Workload("w", lambda: nn.Linear(4, 4), rows, loss), stream(), opened(), time.time())
+    assert trainer.run(Chunk(SETTINGS.replace(optimizer="sgd"), 1, 1)).failure is None
+    trainer.live.model.double()
+    cells.one_more()
+    assert trainer.run(Chunk(SETTINGS.replace(optimizer="sgd"), 1, 1)).failure is None
+    assert [len(tensors) for tensors in alone.buckets] == [3, 3]
+    assert "gpumem_nb.ballot" not in [name for name, _ in alone.sent]
+
+
 def test_a_hook_that_a_cell_adds_changes_a_gradient_before_it_is_sent(alone: Overheard) -> None:
     sent: list[float] = []
 

@@ -122,10 +122,14 @@ class ReductionConfig:
 
 
 class Bucket:
-    """Gradients that travel together: same type and device, neighbours in the order in which backward makes them."""
+    """Gradients that travel together: same type and device, neighbours in the order in which backward makes them.
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    Attributes:
+        dtype: of its weights when they were sorted, on all ranks alike; a cell may have changed it on one of them.
+    """
+
+    def __init__(self, index: int, dtype: torch.dtype) -> None:
+        self.index, self.dtype = index, dtype
         self.name = f"gpumem_nb.bucket.{index}"
         self.params: list[Tensor] = []
         self.bytes = 0
@@ -144,7 +148,7 @@ def into_buckets(params: Sequence[Tensor], most_bytes: int) -> list[Bucket]:
         bucket = buckets[-1] if buckets else None
         alike = bucket and (bucket.params[0].dtype, bucket.params[0].device) == (param.dtype, param.device)
         if bucket is None or bucket.bytes >= most_bytes or not alike:
-            bucket = Bucket(len(buckets))
+            bucket = Bucket(len(buckets), param.dtype)
             buckets.append(bucket)
         bucket.params.append(param)
         bucket.bytes += param.nbytes

@@ -371,7 +371,7 @@ class GradientReduction:
         self._under_way.append(bucket)
 
     def _carried(self, bucket: Bucket) -> torch.dtype:
-        return carried_dtype(bucket.params[0].dtype, self._config.compressed)
+        return carried_dtype(bucket.dtype, self._config.compressed)
 
     def _notice_arrivals(self) -> None:
         """Look which buckets have arrived by now; Horovod brings one after the other."""
