@@ -86,7 +86,7 @@ def test_a_rank_that_is_silent_stays_registered(session: Session) -> None:
 SLOW = """
 import pathlib, time, types
 from torch import nn
-slow = types.ModuleType("slow")
+slow = types.ModuleType("gpumem_nb.slow")
 slow.once = False
 net = nn.Linear(4, 3)
 class Rows(torch.utils.data.Dataset):

@@ -56,7 +56,7 @@ def unlock(mutex):
 STUCK = f"""{IN_C}
 import types
 from torch import nn
-struck = types.ModuleType("struck")
+struck = types.ModuleType("gpumem_nb.struck")
 struck.already = False
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
