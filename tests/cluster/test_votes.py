@@ -82,7 +82,7 @@ def test_a_rank_without_room_for_zeros_says_so(two_ranks: Session, room: int) ->
     session = two_ranks
     session.run(FULL)
     session.attach(model="net", data="rows", loss="size")
-    session.set(batch_size=2, optimizer="sgd", learning_rate=0.01, bucket_mib=4)  # copies of two take 16 MiB
+    session.set(batch_size=2, optimizer="sgd", learning_rate=0.01, bucket_mib=16)  # one, whose copies take 32
     before = weights(session)
     session.run(FILL.format(room=room))
     began_s = time.monotonic()
@@ -92,6 +92,7 @@ def test_a_rank_without_room_for_zeros_says_so(two_ranks: Session, room: int) ->
         assert in_time(time.monotonic() - began_s, PROMPT_S)
     finally:
         session.run(EMPTY)
+        session.set(bucket_mib=4)
     assert weights(session) == before
     assert session.train(2).steps == 2
     assert len(weights(session)) == 1

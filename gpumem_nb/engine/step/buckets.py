@@ -164,7 +164,7 @@ def widened(bucket: Bucket, compressed: bool) -> bool:
 
     All of it at once would be twice the gradients again, so such buckets leave one after another, after backward.
     """
-    dtype = bucket.params[0].dtype
+    dtype = bucket.dtype
     return carried_dtype(dtype, compressed).itemsize > dtype.itemsize
 
 
