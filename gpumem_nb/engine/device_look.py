@@ -203,6 +203,9 @@ def latest_use() -> DeviceUse | None:
     return _use
 
 
+CloserLook = tuple[Reading, DeviceUse | None, LiveBytes]
+
+
 def look() -> tuple[Reading, DeviceUse | None]:
     """Return all that can be read of the device right now."""
     use = device_use()

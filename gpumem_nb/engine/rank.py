@@ -35,7 +35,6 @@ from ..shared.messages import (
     Timeline,
 )
 from ..shared.questions import ModelFacts, StepsAmong, Sweep, SyncLook, TraceOrder, TracePart
-from ..shared.readings import LiveBytes
 from ..shared.settings import Settings
 from ..shared.state_file import Header
 from ..shared.step_times import StepLanes
@@ -179,7 +178,8 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
         reply = trainer.run(chunk)
     if reply.failure is not None and reply.failure.kind == "oom":
         with suppress(Exception):  # objects of cells may raise when they are looked into; the rescue goes on
-            reply = dataclasses.replace(reply, failure=dataclasses.replace(reply.failure, live=live_bytes()))
+            live = device_look.live_bytes(trainer, namespace())
+            reply = dataclasses.replace(reply, failure=dataclasses.replace(reply.failure, live=live))
     if chunk.traced:
         trainer.stream.close()  # workers that began meanwhile have inherited the profiler, for good
         _tracer.took(reply.lanes)
@@ -336,9 +336,9 @@ def free() -> Freed:
     return device_look.free(_trainer, namespace())
 
 
-def live_bytes() -> LiveBytes:
-    """Return what holds the live bytes of this rank's device."""
-    return device_look.live_bytes(_trainer, namespace())
+def look_closer() -> device_look.CloserLook:
+    """Return what :func:`look` does, and what holds the live bytes of this rank's device."""
+    return *look(), device_look.live_bytes(_trainer, namespace())
 
 
 def push(variables: dict[str, Any]) -> None:

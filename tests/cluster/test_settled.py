@@ -114,7 +114,7 @@ REQUESTS: dict[str, Callable[[Session, Path], object]] = {
     "push": lambda session, folder: session.push({"pushed": 1}),
     "pull": lambda session, folder: session.pull("rank"),
     "sync": lambda session, folder: session.sync(),
-    "look": lambda session, folder: session.memory(),
+    "look_closer": lambda session, folder: session.memory(),
     "record_step": lambda session, folder: session.timeline(),
     "save": lambda session, folder: session.save(folder / "a.state"),
     "resume_check": lambda session, folder: session.resume(session.save(folder / "b.state").path),

@@ -160,6 +160,7 @@ def test_steps_are_those_without_a_trace_and_nothing_stays_on(
     before = weights(two_ranks)
     session = fresh(two_ranks)
     first = session.train(2).frame().loss.tolist()
+    session.run("bytes(2**20)")  # pyzmq begins a thread for the first large answer
     quiet = session.run(LEFT)
     trace = session.trace(str(tmp_path / "trace.json.gz"), steps=3)
     assert written(trace.path)

@@ -116,8 +116,8 @@ def test_weights_are_compared_in_steps_that_count_and_not_in_trials(own: Session
     try:
         own.predict(batch_size=4)  # before the first step, and after a cell
         assert own.run("len(compared)") == [0, 0]
-        own.train(2)
-        assert own.run("len(compared)") == [1, 1]
+        own.train(4)
+        assert own.run("len(compared)") == [2, 2], "in the first step after a cell, and in the one behind its update"
     finally:
         own.run("WeightWatch.digest = original")
 

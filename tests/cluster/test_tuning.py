@@ -258,7 +258,7 @@ def test_settings_that_change_in_between_end_it_and_later_ones_are_not_overwritt
         found.apply()
     session.set(optimizer=found.present.optimizer)
     session.load("digits-resnet", **DIGITS)
-    with pytest.raises(InvalidInput, match=r"something else is loaded now"):
+    with pytest.raises(InvalidInput, match=r"another workload is loaded now"):
         found.apply()
 
 

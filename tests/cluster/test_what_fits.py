@@ -106,7 +106,7 @@ def test_what_is_loaded_meanwhile_is_not_mixed_in(two_ranks: Session, fresh: Cal
     found = session.what_fits(progress=load)
     assert [(cell.precision, cell.checkpointing) for cell in found.cells] == [("fp32", "none")]
     assert "something was loaded" in str(found)
-    with pytest.raises(InvalidInput, match="something else is loaded now"):
+    with pytest.raises(InvalidInput, match="another workload is loaded now"):
         found.apply("fp32", "none")
 
 

@@ -110,16 +110,15 @@ class Doctoring(AsksRanks):
             now = None
         stopped_for = self._training.stopped_for()
         progress("the ranks", 0.0)
-        looks = self._foreground.call("look")
+        looks = self._foreground.call("look_closer")
         progress("what these settings need", 0.1)
         needs = self._predict({}, notes)
         rows = history.since_cell(history.asked_for(STEPS_LOOKED_AT))
         progress("what ranks hold", 0.3)
         facts = self._facts(needs, notes)
-        live = self._foreground.call("live_bytes")
         ranks = tuple(
             OnRank(info, _under(row, now.settings_id if now else None), reading, use, of_model, holders)
-            for info, row, (reading, use), of_model, holders in zip(self._ranks, rows, looks, facts, live, strict=True)
+            for info, row, (reading, use, holders), of_model in zip(self._ranks, rows, looks, facts, strict=True)
         )
         if now is None:
             notes.append("No step was done under these settings yet: only what they need was judged. %hvd_train 20")

@@ -26,9 +26,10 @@ class Inspection(AsksRanks):
         check_view(by)
         timelines = tuple(self.timeline()) if timeline else ()
         ledgers = [line.ledger for line in timelines] or self._ledgers()
-        entries = zip(self._ranks, self._foreground.call("look"), ledgers, strict=True)
-        ranks = tuple(RankMemory(info, reading, ledger, use) for info, (reading, use), ledger in entries)
-        return MemoryReport(ranks, by, timelines, tuple(self._foreground.call("live_bytes")))
+        looks = self._foreground.call("look_closer")  # at once: each request waits for a step that is under way
+        entries = zip(self._ranks, looks, ledgers, strict=True)
+        ranks = tuple(RankMemory(info, reading, ledger, use) for info, (reading, use, _), ledger in entries)
+        return MemoryReport(ranks, by, timelines, tuple(held for *_, held in looks))
 
     def free(self) -> FreeReport:
         """Let every rank give cached memory back to its device."""

@@ -250,7 +250,8 @@ class Predicting(AsksRanks):
             heard: called before each question to the ranks.
         """
         sure, likely, small_s = self._by_smallest_steps(settings, most)
-        search = fit.largest(sure, likely, most)
+        sure = max(sure, self._running(settings))
+        search = fit.largest(sure, max(likely, sure), most)
         size = next(search)
         while True:
             heard()
@@ -260,6 +261,12 @@ class Predicting(AsksRanks):
             except StopIteration as end:
                 found: Largest = end.value
                 return found
+
+    def _running(self, settings: Settings) -> int:
+        """Return the samples of training's micro-batches if it runs under these settings otherwise; else 0."""
+        running = self._history.running
+        size = running.settings.batch_size if running else 0
+        return size if running and running.settings == settings.replace(batch_size=size) else 0
 
     def _sized(self, settings: Settings, small_s: float) -> Prediction:
         """Return what settings need by whole steps, or by small ones where those would take long."""
