@@ -68,7 +68,7 @@ class Session:
 
     def _doctoring(self) -> Doctoring:
         def call(function: str) -> list[Any]:
-            answers = {"look": (reading(104 * MIB, LIMIT), None), "live_bytes": LiveBytes({})}
+            answers = {"look_closer": (reading(104 * MIB, LIMIT), None, LiveBytes({}))}
             return [answers[function]] * 2
 
         def predict(changes: Mapping[str, Any]) -> Prediction:
