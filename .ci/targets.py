@@ -152,6 +152,9 @@ def side_by_side(shown: list[str], others: list[list[str]], environment: dict[st
         beside.start()
         try:
             codes.append(run(shown, env=environment))
+        except KeyboardInterrupt:
+            others.clear()  # those that have not begun
+            raise
         finally:
             beside.join()
     print(said.read_text(errors="replace"), flush=True)

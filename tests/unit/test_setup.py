@@ -9,10 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from tests.timing import until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci" / "targets.py"
@@ -195,6 +199,37 @@ def test_a_second_set_up_waits_for_the_first_and_takes_what_it_made(checkout: Pa
             stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"ingredients": setup.fingerprint(checkout)}))
             first.stdin.close()
             assert second.wait(60) == 0
+
+
+def test_what_runs_beside_an_interrupted_program_is_not_followed_by_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, waited_for, second = tmp_path / "begun", tmp_path / "waited_for", tmp_path / "second"
+
+    def interrupted(command: list[str], **options: Any) -> int:
+        until(begun.exists)
+        raise KeyboardInterrupt
+
+    class Beside(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            waited_for.touch()
+            super().join(timeout)
+
+    monkeypatch.setattr(targets, "run", interrupted)
+    monkeypatch.setattr(targets, "VENV", tmp_path)
+    monkeypatch.setattr(threading, "Thread", Beside)
+    wait = (
+        "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch()\n"
+        "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)"
+    )
+    others = [
+        [sys.executable, "-c", wait, str(begun), str(waited_for)],
+        [sys.executable, "-c", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch()", str(second)],
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        targets.side_by_side([], others, dict(os.environ))
+    assert begun.exists()
+    assert not second.exists()
 
 
 def test_a_program_that_is_interrupted_is_given_time_to_tidy_up(tmp_path: Path) -> None:
