@@ -24,10 +24,14 @@ from .parts import Parts, in_groups
 
 
 class Whole(TypedDict):
-    """All of an optimizer's state, as files keep it: parameters by their places in the groups, values by name."""
+    """All of an optimizer's state, as files keep it: parameters by their places in the groups, values by name.
+
+    ``numbers``: those that it keeps beside its state, such as a count of updates.
+    """
 
     state: dict[int, dict[str, Any]]
     groups: list[dict[str, Any]]
+    numbers: dict[str, Any]
 
 
 class Replicas:
@@ -45,7 +49,8 @@ class Replicas:
         if here().rank != 0:
             return None
         packed = self._optimizer.state_dict()
-        return {"state": packed["state"], "groups": packed["param_groups"]}
+        numbers = optimizers.numbers_beside(self._optimizer)
+        return {"state": packed["state"], "groups": packed["param_groups"], "numbers": numbers}
 
     def scatter(self, whole: Whole) -> Callable[[], None]:
         """Make this rank's part of a whole state that all ranks have read; what is returned puts it in place.
@@ -59,7 +64,12 @@ class Replicas:
             raise StateFileError(f"it is of groups of {there} parameters, and these are {sizes}")
         params = list(in_groups(self._optimizer))
         state = {params[index]: _placed(values, params[index]) for index, values in whole["state"].items()}
-        return lambda: optimizers.put_state(self._optimizer, state, whole["groups"])
+
+        def put() -> None:
+            optimizers.put_state(self._optimizer, state, whole["groups"])
+            vars(self._optimizer).update(whole["numbers"])
+
+        return put
 
     def follow_first(self) -> None:
         """Take over what rank 0 holds. All ranks call it together.

@@ -26,7 +26,6 @@ from ..copies import host_copy
 from ..link.communicator import here
 from ..random_state import RandomState
 from ..step.optimizer_state import Replicas, extra_states
-from ..step.optimizers import numbers_beside
 from ..step.trainer import Trainer
 
 
@@ -194,8 +193,7 @@ def _optimizer_parts(trainer: Trainer) -> dict[str, dict[str, Any] | None]:
 
 def _optimizer_part(optimizer: Optimizer) -> dict[str, Any] | None:
     name, whole = type(optimizer).__name__, Replicas(optimizer).gather()
-    stored = {part: plain(of, f"The optimizer {name}") for part, of in (whole or {}).items()}
-    return whole and {"class": name, "numbers": numbers_beside(optimizer), **stored}
+    return whole and {"class": name, **{part: plain(of, f"The optimizer {name}") for part, of in whole.items()}}
 
 
 def _scheduler_part(scheduler: LRScheduler | None) -> dict[str, Any] | None:

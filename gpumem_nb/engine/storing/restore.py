@@ -149,17 +149,11 @@ class Checked:
         load = "Load or attach the workload with the same optimizer."
         if saved["class"] != type(optimizer).__name__:
             raise StateFileError(f"{what}, and this is {type(optimizer).__name__}. {load}")
+        numbers = saved.get("numbers", {})  # earlier versions did not write them
         try:
-            put = Replicas(optimizer).scatter({"state": saved["state"], "groups": saved["groups"]})
+            return Replicas(optimizer).scatter({"state": saved["state"], "groups": saved["groups"], "numbers": numbers})
         except StateFileError as error:
             raise StateFileError(f"{what}, but {error}. {load}") from None
-        numbers = saved.get("numbers", {})  # earlier versions did not write them
-
-        def put_all() -> None:
-            put()
-            vars(optimizer).update(numbers)
-
-        return put_all
 
 
 def _scheduler_state(path: Path, scheduler: LRScheduler | None, saved: dict[str, Any] | None) -> dict[str, Any] | None:
