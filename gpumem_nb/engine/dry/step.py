@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -31,7 +30,7 @@ from ..replay.checkpointing import Checkpointing, find_blocks
 from ..replay.segment import Segment
 from ..step import optimizers
 from ..step.ambient import autocast
-from ..step.buckets import COPIES_AT_ONCE, ReductionConfig, carried_dtype, into_buckets, outgoing, widened
+from ..step.buckets import ReductionConfig, carried_dtype, in_turn, into_buckets, outgoing, widened
 from ..step.checks import check_precision, check_tensors, checked_loss, checked_model, checked_optimizer
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
@@ -198,18 +197,14 @@ class DryStep:
         gradients = {id(param.grad) for param in trained}
         config = ReductionConfig.under(self._settings)
         buckets = into_buckets(trained, config.bucket_bytes) if self._ranks > 1 else []
-        held: list[Tensor] = []
-        under_way: deque[list[Tensor]] = deque()
-        for bucket in sorted(buckets, key=lambda one: widened(one, config.compressed)):
-            if len(under_way) == COPIES_AT_ONCE:
-                under_way.popleft()
-            wires = [wire for param in bucket.params for wire in _sent(param, config.compressed)]
+        buckets.sort(key=lambda one: widened(one, config.compressed))
+        for bucket, first in in_turn(buckets, config.compressed):
+            if first is not None:
+                first.wires = []
+            bucket.wires = [list(_sent(param, config.compressed)) for param in bucket.params]
             if Recorder.current:
-                Recorder.current.claim(COMMUNICATION, (wire for wire in wires if id(wire) not in gradients))
-            if widened(bucket, config.compressed):
-                under_way.append(wires)
-            else:
-                held += wires
+                made = (wire for wires in bucket.wires for wire in wires if id(wire) not in gradients)
+                Recorder.current.claim(COMMUNICATION, made)
 
     def _update(self) -> None:
         """Unscaling works in place and clipping takes no more than a number for each weight."""

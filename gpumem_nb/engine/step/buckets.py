@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,8 +156,7 @@ def into_buckets(params: Sequence[Tensor], most_bytes: int) -> list[Bucket]:
     return buckets
 
 
-COPIES_AT_ONCE = 2
-"""Buckets whose copies are wider than their gradients: one is under way while the next is copied."""
+_COPIES_AT_ONCE = 2  # buckets whose copies are wider than their gradients: one is under way while the next is copied
 
 
 def widened(bucket: Bucket, compressed: bool) -> bool:
@@ -166,6 +166,14 @@ def widened(bucket: Bucket, compressed: bool) -> bool:
     """
     dtype = bucket.dtype
     return carried_dtype(dtype, compressed).itemsize > dtype.itemsize
+
+
+def in_turn(buckets: Iterable[Bucket], compressed: bool) -> Iterator[tuple[Bucket, Bucket | None]]:
+    """Give buckets to send, each with the one whose copies must be gone before it is copied, if there is one."""
+    under_way: deque[Bucket] = deque()
+    for bucket in buckets:
+        yield bucket, under_way.popleft() if len(under_way) == _COPIES_AT_ONCE else None
+        under_way += [bucket] if widened(bucket, compressed) else []
 
 
 def copies_back(bucket: Bucket) -> None:

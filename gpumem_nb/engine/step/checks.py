@@ -149,7 +149,7 @@ def check_groups(optimizer: Optimizer) -> None:
     """Refuse groups that an update could not be made with.
 
     Raises:
-        WorkloadError: a group's learning rate is no number, or no group has a weight.
+        WorkloadError: a group's learning rate is not a number, or the groups are empty.
     """
     for place, group in enumerate(optimizer.param_groups):
         if math.isnan(rate_of(group)):

@@ -16,12 +16,12 @@ from ..link.communicator import AVERAGE, here
 from ..link.signals import postponed
 from .ballot import NUMBERS
 from .buckets import (
-    COPIES_AT_ONCE,
     Bucket,
     ReductionConfig,
     arrived,
     carried_dtype,
     copies_back,
+    in_turn,
     into_buckets,
     outgoing,
     rounding,
@@ -233,7 +233,7 @@ class GradientReduction:
     def _exchange(self, failed: bool) -> BaseException | None:
         """Give the others what they wait for, and get what they send; says what kept gradients from being sent."""
         carrier, error, back = self._carrier(), None, set[int]()
-        # The same order on all ranks, whatever has left by now: whoever waits for one has sent all before it.
+        # All ranks send in this order what has not left yet: a rank that waits for a bucket has sent those before it.
         order = sorted(self._buckets, key=lambda one: (one is carrier, widened(one, self._config.compressed)))
         if not failed:
             try:
@@ -251,15 +251,13 @@ class GradientReduction:
 
     def _send_rest(self, order: list[Bucket], carrier: Bucket | None, back: set[int]) -> None:
         """Send what was not sent yet; ``back`` takes in the indices of buckets that have arrived and are taken back."""
-        under_way: deque[Bucket] = deque()
-        for bucket in (one for one in order if one.transfer is None):
-            if len(under_way) == COPIES_AT_ONCE:
-                first = under_way.popleft()
+        unsent = [bucket for bucket in order if bucket.transfer is None]
+        for bucket, first in in_turn(unsent, self._config.compressed):
+            if first is not None:
                 back.add(first.index)
                 self._wait_for(first)
                 copies_back(first)
             self._send(bucket, self._row if bucket is carrier else None)
-            under_way += [bucket] if widened(bucket, self._config.compressed) else []
 
     def _carrier(self) -> Bucket | None:
         """Return the bucket that the ballot travels in, if it can."""
