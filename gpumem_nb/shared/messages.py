@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,11 @@ class Reading:
     reserved_peak_bytes: int
     device_used_bytes: int | None
     limit_bytes: int | None
+
+
+def least_limit(readings: Iterable[Reading | None]) -> int | None:
+    """Return the limit of the rank with the least, in bytes; ``None`` where none is known."""
+    return min((one.limit_bytes for one in readings if one and one.limit_bytes), default=None)
 
 
 @dataclass(frozen=True, slots=True)

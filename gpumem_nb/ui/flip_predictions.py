@@ -14,6 +14,7 @@ from ..planning.what_if import single_flips
 from ..report.differences import short
 from ..shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ..shared.knobs import KNOBS
+from ..shared.messages import least_limit
 from ..shared.settings import Settings
 from . import wording
 from .pictures import batch_lines
@@ -150,8 +151,7 @@ class FlipPredictions:
             if name == "batch_size" and now in answers.largest and rows:
                 rows.append(wording.largest(answers.largest[now], self._samples))
             shown.html = "".join(rows)
-        limits = [reading.limit_bytes for reading in session.history.readings if reading and reading.limit_bytes]
-        limit = min(limits, default=None)
+        limit = least_limit(session.history.readings)
         self.key.html = wording.flip_key(limit, answers.waits_at is not None) if names else ""
         lines = {name: answers.peaks[about] for name, about in self._lines(names) if about in answers.peaks}
         self.lines.html = batch_lines(lines, now.batch_size, limit)

@@ -14,6 +14,7 @@ from ...shared.answers import Progress
 from ...shared.categories import TEMPORARIES
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ...shared.knobs import KNOBS, Need
+from ...shared.messages import least_limit
 from ...shared.settings import Settings, mildest_first
 from ..cluster import AsksRanks, Cluster
 from ..history import History
@@ -152,7 +153,9 @@ class Fitting(AsksRanks):
                 break
         if not cells:
             raise WorkloadError(next(iter(failed.values())))
-        limit = next((cell.predicted.limit_bytes for cell in cells if cell.predicted), least_limit(self._history))
+        limit = next(
+            (cell.predicted.limit_bytes for cell in cells if cell.predicted), least_limit(self._history.readings)
+        )
         helps = None
         with suppress(KeyboardInterrupt, GpumemError):  # which take away nothing of what was found
             helps = None if any(cell.largest for cell in cells) else self._lighter(now)
@@ -194,11 +197,6 @@ class Fitting(AsksRanks):
             rate = self._predicting.by_whole_steps(settings.replace(batch_size=measured_at)).samples_per_s
         rates[place[0]] = rate or rates.get(place[0], 0.0)
         return Cell(*place, found.size, found.size == most, found.predicted, rate, measured_at, settings)
-
-
-def least_limit(history: History) -> int | None:
-    """Return the limit of the rank with the least, in bytes; ``None`` where none is known."""
-    return min((one.limit_bytes for one in history.readings if one and one.limit_bytes), default=None)
 
 
 def moved(before: Settings, now: Settings, but: Collection[str]) -> str:

@@ -20,12 +20,13 @@ from ...shared.answers import Progress
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ...shared.forecast import SMALL
 from ...shared.knobs.step import shortened
+from ...shared.messages import least_limit
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate, parse_size
 from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 from ..history import History
-from .fitting import Changed, Knobs, SlowPrecisions, Unchanged, least_limit
+from .fitting import Changed, Knobs, SlowPrecisions, Unchanged
 from .predicting import Predicting
 
 _LEAST_BUDGET = 2**20  # bytes: a number without a unit may be meant as MiB
@@ -111,7 +112,7 @@ class Tuning(AsksRanks):
         if best := result.best:
             foretold = _foretold(best, present, ranks)
             if budget_bytes is not None:  # which holds for this answer alone
-                foretold = within(foretold, least_limit(self._history))
+                foretold = within(foretold, least_limit(self._history.readings))
             self._history.predicted(Asked(foretold, trials.model_version, present, self._history.begun))
         return result
 
