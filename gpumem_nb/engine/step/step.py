@@ -183,7 +183,7 @@ class Stepper:
                 gc.collect()  # what was under way may hang together in circles, with activations among them
         else:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
-            self.voting.counted()
+            self.voting.counted(order)
             self._told_later(self._schedule_goes_on)
         notes = () if discarded else self.voting.newly_partial()
         return self._measured(loss, failure, discarded, discarded or votes.leave, notes), failure

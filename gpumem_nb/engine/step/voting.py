@@ -69,11 +69,12 @@ class Voting:
         self.had = GradientsHad()
         self.watch = WeightWatch(live.parts)
         self.squares: tuple[float, Tensor] | None = None
+        self._agreed = False  # the ranks' weights were compared in the step under way, and are the same
         self._measured_at = -_MEASURED_EVERY
 
     def attempt_begins(self, order: StepOrder) -> None:
         """A step begins, perhaps for another time."""
-        self.squares = None
+        self.squares, self._agreed = None, False
         self._config = order.config
         measured = False
         if not self._config.compressed:
@@ -126,8 +127,7 @@ class Voting:
         average = None if votes.failed else self.reduction.average_square()
         self._partial = reduced.partial
         self.squares = None if average is None else (reduced.square, average)
-        if compared and not (votes.compare or votes.differ or votes.failed):
-            self.watch.agreed(order.step)
+        self._agreed = compared and not (votes.compare or votes.differ)
         if votes.nonfinite and failure is None and loss is not None:
             bad_loss = None if loss.isfinite() else nonfinite_loss(self._rank, loss)
             failure = bad_loss or (norms.failure(self._rank, self._live.parts) if norms else None)
@@ -175,9 +175,11 @@ class Voting:
             return step.failure(error)
         return None
 
-    def counted(self) -> None:
+    def counted(self, order: StepOrder) -> None:
         """The step counts."""
         self.had.note(*self.reduction.gradients)
+        if self._agreed:
+            self.watch.agreed(order.step)
 
     def newly_partial(self) -> tuple[str, ...]:
         """Return a sentence on weights that got a gradient on some ranks only, if it was not said before."""
