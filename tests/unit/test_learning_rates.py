@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
+from gpumem_nb.engine import cells
 from gpumem_nb.engine.attach import attached
 from gpumem_nb.engine.step.rates import Rates
 from gpumem_nb.engine.step.trainer import Trainer
@@ -234,3 +235,19 @@ def test_a_scheduler_that_raises_fails_the_next_step_and_keeps_the_one_before() 
     bench.plain_scheduler = None
     bench.train_plainly(3)
     bench.check_same()
+
+
+def test_what_a_cell_put_in_place_of_a_rate_does_not_spread_to_other_groups() -> None:
+    bench = Bench()
+    bench.train(2)
+    bench.own.param_groups[0]["lr"] = None
+    cells.one_more()
+    bench.settings = bench.settings.replace(learning_rate=0.2)
+    reply = bench.trainer.run(Chunk(bench.settings, bench.ids + 1, 1))
+    assert reply.failure is not None
+    assert "learning rate" in reply.failure.message
+    assert [group["lr"] for group in bench.own.param_groups] == [None, pytest.approx(0.02)]
+    bench.own.param_groups[0]["lr"] = 0.1
+    bench.settings, bench.ids = bench.settings.replace(learning_rate=0.1), bench.ids + 2
+    assert bench.train(1) == [pytest.approx(0.1)]
+    assert bench.own.param_groups[1]["lr"] == pytest.approx(0.01)

@@ -165,7 +165,7 @@ class Rates:
 
     def _look_at(self, now: list[float]) -> None:
         """Note that the user's code may have changed how the groups relate."""
-        if now[0]:
+        if now[0] and not any(map(math.isnan, now)):
             self._nonzero = now
 
     def _scaled(self, now: list[float], first: float) -> list[float]:
@@ -180,7 +180,8 @@ class Rates:
 
     def _set(self, rates: list[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            _set(group, rate)
+            if not (math.isnan(rate) or math.isnan(rate_of(group))):  # what a cell has put there, steps refuse
+                _set(group, rate)
 
 
 def rate_of(group: Mapping[str, Any]) -> float:
@@ -199,7 +200,7 @@ def named_rate(optimizer: Optimizer) -> float:
 
 def _initial(optimizer: Optimizer) -> list[float]:
     # Schedulers note in each group what it was made with.
-    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    return [float(group["initial_lr"]) if "initial_lr" in group else rate_of(group) for group in optimizer.param_groups]
 
 
 def _set(group: dict[str, Any], rate: float) -> None:
