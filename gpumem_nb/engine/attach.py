@@ -25,7 +25,7 @@ from ..shared import snapshot_folder
 from ..shared.errors import StateFileError, WorkloadError
 from ..shared.units import format_bytes
 from ..shared.workload import Workload
-from .step.optimizers import beside_state
+from .step.optimizers import beside_state, with_inner
 from .step.own_loss import OwnLoss
 from .step.parts import as_given
 from .undo.step_undo import ForwardState, ForwardUndo
@@ -294,7 +294,11 @@ def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:
             path.unlink(missing_ok=True)
             return "an optimizer loses its step hooks when it is pickled"
         # torch pickles an optimizer without what only this one has.
-        beside = {name: beside_state(value) for name, value in objects.items() if isinstance(value, Optimizer)}
+        beside = {
+            name: list(map(beside_state, with_inner(value)))
+            for name, value in objects.items()
+            if isinstance(value, Optimizer)
+        }
         stream = io.BytesIO()
         torch.save((objects, beside), stream, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
         path.unlink(missing_ok=True)  # what was attached before
@@ -328,8 +332,10 @@ def load_objects(path: Path, device: Device) -> dict[str, Any]:
     try:
         with device.exempt():
             objects, beside = torch.load(path, map_location=place, weights_only=False)
-        for name, kept in beside.items():
-            vars(objects[name]).update(kept)
+        for name, (own, *of_inner) in beside.items():
+            vars(objects[name]).update(own)  # the inner ones among it
+            for one, kept in zip(with_inner(objects[name])[1:], of_inner, strict=True):
+                vars(one).update(kept)
         return objects  # type: ignore[no-any-return]
     except Exception as error:
         raise StateFileError(

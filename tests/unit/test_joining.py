@@ -177,6 +177,23 @@ def test_what_an_optimizer_of_ones_own_counts_is_taken_over(postman: Postman) ->
     assert [one.updates for one in optimizers] == [5, 5]
 
 
+def test_state_moves_with_the_weights_and_a_rank_of_its_own_does_not(postman: Postman) -> None:
+    class Placed(torch.optim.Adagrad):
+        rank = 0
+
+    there = nn.Linear(2, 2, device="meta")
+    own = Placed(there.parameters())
+    own.state[there.weight] = {"step": torch.zeros(()), "sum": torch.zeros(2, 2)}  # as made before it moved
+    Replicas(own).move_to(torch.device("meta"), {id(there.weight)})
+    assert {name: value.is_meta for name, value in own.state[there.weight].items()} == {"step": False, "sum": True}
+    for rank in range(2):
+        postman.become(rank)
+        one = Placed(nn.Linear(2, 2).parameters())
+        vars(one)["rank"] = rank
+        Replicas(one).follow_first()
+        assert one.rank == rank
+
+
 def test_state_in_lists_is_taken_over_and_lies_where_its_weight_does(
     postman: Postman, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,3 +110,14 @@ def test_a_frozen_batch_norm_takes_no_statistics_from_micro_batches(frozen: bool
     model = nn.Sequential(nn.Linear(4, 4), norm)
     norm.train(not frozen)
     assert has_batch_norm(live(Workload("norm", lambda: model, rows, loss))) is not frozen
+
+
+def test_a_weight_may_get_another_shape_if_no_optimizer_trains_it() -> None:
+    net = blocks()
+    net[0].requires_grad_(False)
+    model = live(Workload("plain", lambda: net, rows, loss, optimizer=lambda params: own(net[1:].parameters())))
+    net[0][0].weight.data = torch.zeros(5, 4)  # type: ignore[index]
+    model.refuse_strangers()
+    net[1][0].weight.data = torch.zeros(5, 4)  # type: ignore[index]
+    with pytest.raises(WorkloadError, match=r"1\.0\.weight has shape \(5, 4\) now and had \(4, 4\)"):
+        model.refuse_strangers()

@@ -296,3 +296,56 @@ def test_weights_have_the_steps_of_the_state_that_they_came_from_behind_them(tmp
     trainer.run(Chunk(Settings(batch_size=2), 1, 1))
     trainer.close()
     assert trainer_of(model).info().trained_before == 4
+
+
+class Around(SGD):
+    """Updates by way of another optimizer, which counts."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params := list(params), lr=0.1)
+        self.inner = Slowing(params)
+        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_what_only_an_inner_optimizer_has_comes_back_and_its_numbers_are_in_files(tmp_path: Path) -> None:
+    def trainer() -> Trainer:
+        model = nn.Linear(4, 2)
+        return trainer_of(model, optimizer=Around(model.parameters()))
+
+    before, after = trainer(), trainer()
+    before.run(Chunk(OWN, 1, 3))
+    own: Any = before.live.optimizer
+    resume(after, save(before, tmp_path / "state"))
+    assert after.live.optimizer.inner.updates == own.inner.updates == 3  # type: ignore[attr-defined]
+    path = tmp_path / "attached.pickle"
+    assert attach.save_objects({"net": before.live.model, "own": own}, path, 2**40) == ""
+    back = attach.load_objects(path, opened())
+    own.step()
+    back["own"].step()
+    assert torch.equal(back["net"].weight, before.live.model.weight)
+
+
+def test_an_extra_state_that_is_part_of_a_graph_is_taken_back(tmp_path: Path) -> None:
+    class Averaging(nn.Linear):
+        latest: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.latest = super().forward(x)
+            return self.latest
+
+        def get_extra_state(self) -> Any:
+            return self.latest
+
+        def set_extra_state(self, state: Any) -> None:
+            self.latest = state
+
+    models = Averaging(4, 2), Averaging(4, 2)
+    before, after = (trainer_of(model, optimizer=SGD(model.parameters(), lr=0.1)) for model in models)
+    before.run(Chunk(OWN, 1, 2))
+    after.run(Chunk(OWN, 1, 2))
+    resume(after, save(before, tmp_path / "state"))
+    assert torch.equal(models[1].latest, models[0].latest)

@@ -68,6 +68,7 @@ class LiveModel:
             self.model = checked_model(workload.model())
         self.loss = workload.loss
         self.parts = Parts(self.model, workload.loss)
+        moved = {id(param) for param in self.parts.parameters() if param.device.type != device.torch_device.type}
         for part in self.parts.named.values():
             check_tensors(part)
             part.to(device.torch_device)
@@ -77,6 +78,7 @@ class LiveModel:
         self.scheduler: LRScheduler | None = None
         if workload.optimizer:
             self.own_optimizer = checked_optimizer(workload.optimizer(self.parts.parameters()), self.parts)
+            Replicas(self.own_optimizer).move_to(device.torch_device, moved)
         if workload.scheduler:
             self.scheduler = checked_scheduler(workload.scheduler(self.own_optimizer), self.own_optimizer)
         if self.own_optimizer:
@@ -245,7 +247,7 @@ class LiveModel:
         trained = set(map(id, self._trained()))
         for name, param in self.parts.named_parameters():
             known, shape = self._known.get(id(param), (lambda: None, param.shape))
-            if known() is param and shape != param.shape:
+            if known() is param and shape != param.shape and id(param) in trained:
                 raise WorkloadError(
                     f"{name} has shape {tuple(param.shape)} now and had {tuple(shape)}, as the optimizer's state has. "
                     "Build the optimizer anew, and attach model and optimizer again."

@@ -26,7 +26,7 @@ from .parts import Parts, in_groups
 class Whole(TypedDict):
     """All of an optimizer's state, as files keep it: parameters by their places in the groups, values by name.
 
-    ``numbers``: those that it keeps beside its state, such as a count of updates.
+    ``numbers``: those that it keeps beside its state, such as a count of updates (:func:`.optimizers.numbers_beside`).
     """
 
     state: dict[int, dict[str, Any]]
@@ -67,7 +67,7 @@ class Replicas:
 
         def put() -> None:
             optimizers.put_state(self._optimizer, state, whole["groups"])
-            vars(self._optimizer).update(whole["numbers"])
+            optimizers.put_numbers(self._optimizer, whole["numbers"])
 
         return put
 
@@ -86,7 +86,7 @@ class Replicas:
         }
         told = skeleton, optimizers.numbers_beside(self._optimizer)
         skeleton, numbers = from_first(told, f"The state of the optimizer {type(self._optimizer).__name__}")
-        vars(self._optimizer).update(numbers)
+        optimizers.put_numbers(self._optimizer, numbers)
         if not first:
             made = {
                 params[index]: mapped(Layout, partial(_made, params[index].device), values)
@@ -100,6 +100,18 @@ class Replicas:
                 for number, tensor in enumerate(tensors_in(state[params[index]]))
             }
         )
+
+    def move_to(self, device: torch.device, moved: set[int]) -> None:
+        """Bring weights of its own to the device of the model, and the state of all that moved there; ids of weights.
+
+        Adagrad makes its state when it is built, and other optimizers have some if they have trained already.
+        """
+        for param in in_groups(self._optimizer):
+            if param.device.type != device.type:
+                param.data = param.data.to(device)
+                moved.add(id(param))
+            if id(param) in moved and param in self._optimizer.state:
+                self._optimizer.state[param].update(_placed(self._optimizer.state[param], param))
 
     def keep(self) -> Parked:
         """Move this rank's part to host memory; the optimizer has none until it is put back."""

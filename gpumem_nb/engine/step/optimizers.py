@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,8 +64,26 @@ def beside_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def numbers_beside(optimizer: Optimizer) -> dict[str, Any]:
-    """Return those of :func:`beside_state` that are plain numbers, such as a count of steps: files hold them."""
-    return {name: value for name, value in beside_state(optimizer).items() if type(value) in (bool, int, float)}
+    """Return the plain numbers that it and its inner ones keep beside their state, such as a count of steps.
+
+    Files hold them, by the optimizer's place in :func:`with_inner` and their names: ``0.count``. A rank's own number,
+    which some optimizers keep too, is not among them.
+    """
+    return {
+        f"{place}.{name}": value
+        for place, one in enumerate(with_inner(optimizer))
+        for name, value in beside_state(one).items()
+        if type(value) in (bool, int, float) and "rank" not in name
+    }
+
+
+def put_numbers(optimizer: Optimizer, numbers: Mapping[str, Any]) -> None:
+    """Let it keep what :func:`numbers_beside` has returned."""
+    optimizers = with_inner(optimizer)
+    for key, value in numbers.items():
+        place, _, name = key.partition(".")
+        if int(place) < len(optimizers):
+            setattr(optimizers[int(place)], name, value)
 
 
 def set_implementation(optimizer: Optimizer, name: str) -> None:

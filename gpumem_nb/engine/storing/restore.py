@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 from collections import Counter
@@ -28,7 +27,7 @@ from ..step import optimizers
 from ..step.optimizer_state import Replicas, extra_states
 from ..step.rates import Course
 from ..step.trainer import Trainer
-from .capture import from_bytes, gather, opened_random
+from .capture import from_bytes, gather, opened_random, plain
 
 # What opening a payload raises whose bytes are as they were written, but by something else.
 _NOT_A_STATE = (LookupError, TypeError, AttributeError, ValueError, AssertionError, EOFError, pickle.UnpicklingError)
@@ -116,7 +115,7 @@ class Checked:
         taken, problem = list[tuple[Callable[[Any], object], Any]](), ""
         for one in self._by_own_code:
             try:
-                taken.append((one.put, copy.deepcopy(one.get())))
+                taken.append((one.put, plain(one.get(), one.name)))
                 one.put(one.state)
             except Exception as error:  # whatever the user's code raises
                 problem = (
