@@ -343,3 +343,27 @@ def test_what_is_large_and_written_in_an_evaluation_is_told_of_once_and_then_put
     for _ in range(2):
         assert trainer.run(Chunk(settings, 1, 0, evaluate=True)).evaluated
         assert torch.equal(net.large, before)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_large_tensor_that_was_made_in_inference_mode_is_put_back() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+            with torch.inference_mode():
+                self.large = torch.ones(2**16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 2:
+                with torch.inference_mode():
+                    self.large.mul_(0.5)
+            return cast(Tensor, self.linear(x))
+
+    net = Net()
+    trainer = Trainer(Workload("net", lambda: net, rows, mean_square), stream(), opened(), time.time())
+    settings = Settings(batch_size=2)
+    assert trainer.run(Chunk(settings, 1, 2)).failure is None
+    assert trainer.trials.forecast(settings, [2], [2], 0).failure is None
+    assert (net.calls, net.large[0].item()) == (2, 1)

@@ -387,3 +387,22 @@ def test_a_large_weight_that_forward_writes_is_put_back_or_told_of(before: str) 
         assert told is not None
         assert "wrote a large weight" in told.message
     assert trainer.run(Chunk(settings, 4, 1)).failure is None
+
+
+def test_a_view_that_an_update_replaces_is_put_back_as_a_view() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.all = torch.zeros(4)
+            self.half = self.all[:2]
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.half = self.half + 1
+
+    net = nn.Linear(2, 2)
+    optimizer = Own(net.parameters())
+    undo = UpdateUndo(net.parameters(), optimizer)
+    optimizer.step()
+    undo.undo()
+    optimizer.all.fill_(3)
+    assert optimizer.half.tolist() == [3, 3]

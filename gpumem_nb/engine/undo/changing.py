@@ -70,9 +70,10 @@ class _Known:
 class Changing:
     """Learns which of some tensors are changed in place. Begin anew with another one after each cell.
 
-    A tensor of up to 64 KiB is copied whenever :meth:`before` is asked. A larger one is copied once, into host memory,
-    to be compared after the first time, and again after torch counted a change; one that changed so is copied by
-    ``copies`` from then on. One larger than ``largest_bytes`` is not copied before it was seen to change.
+    A tensor of up to 64 KiB, or one made in inference mode, is copied whenever :meth:`before` is asked. A larger one is
+    copied once, into host memory, to be compared after the first time, and again after torch counted a change; one that
+    changed so is copied by ``copies`` from then on. One larger than ``largest_bytes`` is not copied before it was seen
+    to change.
 
     Attributes:
         names: the keys are the names of those that were seen to change between :meth:`before` and :meth:`after`.
@@ -114,7 +115,7 @@ class Changing:
         elif known.version != now:
             known.version, known.content, known.changed = now, None, known.changed + 1
         self._known[key] = known
-        if tensor.nbytes <= SMALL_BYTES or known.changed >= _OFTEN:
+        if tensor.nbytes <= SMALL_BYTES or known.changed >= _OFTEN or tensor.is_inference():  # torch counts none
             return Before(key, tensor, now, None, fresh=False, unseen=True)
         fits = self._largest_bytes is None or tensor.nbytes <= self._largest_bytes
         fresh = known.content is None and known.bound < _OFTEN and fits

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import forget_scaler, version
+from ...internals.torch_internals import base_of, forget_scaler, version
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
@@ -264,7 +264,9 @@ class _Replaceable(Holding):
     __slots__ = ("_content", "_device", "_layout", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._layout, self._device = weakref.ref(tensor), Layout.of(tensor), tensor.device
+        view = base_of(tensor) is not None  # one made in its place would not change with its base
+        self._tensor: Callable[[], Tensor | None] = partial(_itself, tensor) if view else weakref.ref(tensor)
+        self._layout, self._device = Layout.of(tensor), tensor.device
         self._content = host_copy(tensor)
 
     def get(self) -> Tensor:
@@ -280,6 +282,10 @@ class _Replaceable(Holding):
         """Put the content back, if there is a tensor for it."""
         if (tensor := self._tensor()) is not None:
             refill(tensor, self._content)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class UpdateUndo:
