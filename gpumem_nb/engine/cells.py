@@ -96,13 +96,11 @@ def shown(value: Any) -> str | None:
     """Show what a last expression gives as a notebook does: an image or a table is displayed, and text is returned."""
     shell = shell_here()
     formats = shell.display_formatter
-    if formats.ipython_display_formatter(value):  # it has displayed itself
-        return None
-    rich, about = formats.format(value, exclude={"text/plain"})
-    text = repr(value)
-    if rich.keys() <= {"text/plain"}:
-        return text
-    shell.display_pub.publish({"text/plain": text, **rich}, about)
+    forms, about = formats.format(value)
+    if forms.keys() == {"text/plain"}:
+        return repr(value)
+    if forms:  # or it has displayed itself
+        shell.display_pub.publish(forms, about)
     return None
 
 

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
 
 from gpumem_nb.engine import cells
 
@@ -118,3 +120,31 @@ def test_a_cell_that_is_interrupted_while_it_awaits_leaves_nothing_to_go_on() ->
 )
 def test_a_semicolon_behind_the_last_expression_is_seen(source: str, quiet: bool) -> None:
     assert cells.ends_with_semicolon(source) is quiet
+
+
+def test_what_fails_to_show_itself_is_asked_once_and_fails_no_cell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Shows:
+        asked = 0
+
+        def _ipython_display_(self) -> None:
+            Shows.asked += 1
+            raise ValueError("cannot show itself")
+
+    class Table:
+        def _repr_html_(self) -> str:
+            return "<table></table>"
+
+        def __repr__(self) -> str:
+            raise ValueError("no text")
+
+    shell = InteractiveShell()
+    shell.display_pub = published = CapturingDisplayPublisher()
+    monkeypatch.setattr(cells, "shell_here", lambda: shell)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    assert "Shows object" in str(cells.shown(Shows()))
+    assert Shows.asked == 1
+    assert cells.shown(Table()) is None
+    assert [output["data"] for output in published.outputs] == [{"text/html": "<table></table>"}]
+    assert cells.shown({"a": 1}) == "{'a': 1}"
