@@ -121,8 +121,9 @@ MOST_ENTRIES = 100_000  # a step of a large model has some ten thousand; each ta
 class CudaDevice:
     """The GPU with index ``local_rank`` among the visible ones; ranks beyond the last GPU share them in turn.
 
-    ``live`` is ``memory_allocated``, ``reserved`` is ``memory_reserved``, ``device_used`` what NVML said at the latest
-    :meth:`use` that all processes hold on it. Without a limit of its own, ``limit`` is the size of the GPU.
+    ``live`` is what tensors asked for (``memory_allocated`` counts whole blocks, up to 1 MiB more for a large tensor),
+    ``reserved`` is ``memory_reserved``, ``device_used`` what NVML said at the latest :meth:`use` that all processes
+    hold on it. Without a limit of its own, ``limit`` is the size of the GPU.
 
     Raises:
         SetupError: torch sees no GPU.
@@ -153,11 +154,11 @@ class CudaDevice:
 
     def reading(self) -> Reading:
         """Return the memory at this moment, in bytes."""
-        stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
-        live, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+        reserved = torch.cuda.memory_stats_as_nested_dict(self.torch_device)["reserved_bytes"]["all"]
+        live, live_peak = self._requested()
         return Reading(
-            live_bytes=live["current"],
-            live_peak_bytes=live["peak"],
+            live_bytes=live,
+            live_peak_bytes=live_peak,
             reserved_bytes=reserved["current"],
             reserved_peak_bytes=reserved["peak"],
             device_used_bytes=self._device_used,

@@ -41,7 +41,7 @@ def loss(net, batch): return net(batch[0]).float().square().mean()
 """
 BITS = """
 __import__("hashlib").sha1(b"".join(
-    t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     for t in (*odd.parameters(), *odd.buffers(), *(v for s in own.state.values() for v in s.values()))
 )).hexdigest(), odd.counting.seen
 """

@@ -29,7 +29,7 @@ STATE = f"""
 import hashlib
 tensors = [*model.parameters()]
 tensors += [value for values in optimizer.state.values() for value in values.values()]
-(hashlib.sha1(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest(), {RANDOM}), {LIVE}
+(hashlib.sha1(b"".join(t.detach().cpu().numpy().tobytes() for t in tensors)).hexdigest(), {RANDOM}), {LIVE}
 """
 
 

@@ -38,7 +38,7 @@ rows = Noisy()
 criterion = nn.CrossEntropyLoss()
 """
 MOMENTS = (
-    f"__import__('hashlib').sha1(b''.join(v.numpy().tobytes() for p in {TRAINER}.live.optimizer.state.values() "
+    f"__import__('hashlib').sha1(b''.join(v.cpu().numpy().tobytes() for p in {TRAINER}.live.optimizer.state.values() "
     "for v in p.values() if torch.is_tensor(v))).hexdigest()"
 )
 

@@ -28,7 +28,8 @@ def fingerprint(trainer):
     for parameter in live.parameters:
         values = sorted(live.optimizer.state.get(parameter, {}).items())
         state += [value for _, value in values if isinstance(value, torch.Tensor)]
-    digest = hashlib.sha1(b"".join(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in state))
+    on_host = (tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy() for tensor in state)
+    digest = hashlib.sha1(b"".join(values.tobytes() for values in on_host))
     digest.update(random_bytes() + repr(len(live.optimizer.state)).encode())
     return digest.digest()
 
@@ -73,7 +74,7 @@ def strike(where):
         return False
     plan.fault = None
     if plan.kind == "oom":
-        torch.empty(2**30, dtype=torch.uint8)
+        torch.empty(2**30, dtype=torch.uint8, device=device)
     if plan.kind == "hang":
         while True:
             pass

@@ -15,7 +15,9 @@ from gpumem_nb.session import Session
 
 HOLDS = """
 import sys, torch
-held = torch.zeros(int(sys.argv[1]), dtype=torch.uint8, device="cuda:0")
+size, leaving = map(int, sys.argv[1:])
+torch.cuda.init()  # a process's own context takes hundreds of MiB
+held = torch.zeros(size or torch.cuda.mem_get_info()[0] - leaving, dtype=torch.uint8, device="cuda:0")
 torch.cuda.synchronize()
 print("held", flush=True)
 sys.stdin.read()
@@ -23,10 +25,10 @@ sys.stdin.read()
 
 
 @contextmanager
-def another_process(size: int) -> Iterator[None]:
-    """One that holds so many bytes on the first GPU."""
+def another_process(size: int = 0, leaving: int = 0) -> Iterator[None]:
+    """One that holds so many bytes on the first GPU, or all but some."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDS, str(size), str(leaving)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin
         assert process.stdout
