@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_nb.engine import cells
+from gpumem_nb.engine.copies import host_copy
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.undo import step_undo
 from gpumem_nb.engine.undo.changing import SMALL_BYTES
 from gpumem_nb.engine.undo.step_undo import ForwardState, ForwardUndo, UpdateUndo
 from gpumem_nb.memory.device import opened
@@ -406,3 +408,23 @@ def test_a_view_that_an_update_replaces_is_put_back_as_a_view() -> None:
     undo.undo()
     optimizer.all.fill_(3)
     assert optimizer.half.tolist() == [3, 3]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_frozen_weight_that_the_optimizer_holds_is_not_copied_before_each_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 300), nn.Linear(300, 2))
+    net[1].requires_grad_(False)
+    copied = set[int]()
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        copied.add(id(tensor))
+        return host_copy(tensor)
+
+    monkeypatch.setattr(step_undo, "host_copy", noted)
+    workload = Workload("net", lambda: net, rows, loss, optimizer=lambda params: torch.optim.AdamW(net.parameters()))
+    trainer = Trainer(workload, stream(), opened(), time.time())
+    assert trainer.run(Chunk(Settings(batch_size=2, optimizer="own", learning_rate=0.001), 1, 1)).failure is None
+    assert id(net[0].weight) in copied
+    assert id(net[1].weight) not in copied

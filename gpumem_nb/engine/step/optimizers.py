@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ...internals.torch_internals import has_step_hooks, keep_scale_from
 from ...shared.errors import WorkloadError
 from ...shared.settings import Settings
+from .parts import in_groups
 
 _BUILD: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
     "sgd": lambda params, lr: SGD(params, lr=lr),
@@ -48,6 +49,12 @@ def is_torchs(optimizer: Optimizer) -> bool:
 def from_torch(optimizer: Optimizer) -> bool:
     """Return whether its update is torch's own code alone, which fails for want of memory only."""
     return is_torchs(optimizer) and not has_step_hooks(optimizer)
+
+
+def may_write(optimizer: Optimizer) -> list[Tensor]:
+    """Return the weights that its updates may write: torch's own leave frozen ones alone, which have no gradient."""
+    params = list(in_groups(optimizer))
+    return [param for param in params if param.requires_grad] if from_torch(optimizer) else params
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
@@ -154,7 +161,7 @@ def update(
     Raises:
         WorkloadError: sparse gradients would have to be clipped.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = list(in_groups(optimizer))
     if scaler:
         one = torch.ones((), dtype=torch.float32, device=params[0].device)
         before = scaler.scale(one)

@@ -205,7 +205,9 @@ class Stepper:
             here().check()
             self.enter(UNDOING)
             copy = not (order.trial or order.proven)
-            weights = self._written.before(self._live.parameters, self._live.parts.parameters(), copy)
+            weights = self._written.before(
+                optimizers.may_write(self._live.optimizer), self._live.parts.parameters(), copy
+            )
             self.enter(TOOLKIT)
             if self._live.loss is not self._loss:  # a knob has put another one in its place
                 self._loss = self._live.loss
@@ -313,7 +315,7 @@ class Stepper:
             self.enter(UNDOING)
             scaler_state = self._live.scaler.state_dict()  # which waits for the device: an error of its comes here
             kept = before is not None and before.weights is not None and before.weights.of_trained
-            weights = () if kept else self._live.parameters
+            weights = () if kept else optimizers.may_write(self._live.optimizer)
             undo = UpdateUndo(weights, self._live.optimizer, self._before_hooks())
             with step_hooks_held_back(self._live.optimizer, pre=False) as updates:
                 self._update()
