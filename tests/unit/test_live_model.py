@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -113,11 +114,11 @@ def test_a_frozen_batch_norm_takes_no_statistics_from_micro_batches(frozen: bool
 
 
 def test_a_weight_may_get_another_shape_if_no_optimizer_trains_it() -> None:
-    net = blocks()
+    net: Any = blocks()
     net[0].requires_grad_(False)
     model = live(Workload("plain", lambda: net, rows, loss, optimizer=lambda params: own(net[1:].parameters())))
-    net[0][0].weight.data = torch.zeros(5, 4)  # type: ignore[index]
+    net[0][0].weight.data = torch.zeros(5, 4)
     model.refuse_strangers()
-    net[1][0].weight.data = torch.zeros(5, 4)  # type: ignore[index]
+    net[1][0].weight.data = torch.zeros(5, 4)
     with pytest.raises(WorkloadError, match=r"1\.0\.weight has shape \(5, 4\) now and had \(4, 4\)"):
         model.refuse_strangers()

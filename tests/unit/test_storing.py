@@ -326,14 +326,14 @@ def test_what_only_an_inner_optimizer_has_comes_back_and_its_numbers_are_in_file
     back = attach.load_objects(path, opened())
     own.step()
     back["own"].step()
-    assert torch.equal(back["net"].weight, before.live.model.weight)
+    assert bits(back["net"]) == bits(before.live.model)
 
 
 def test_an_extra_state_that_is_part_of_a_graph_is_taken_back(tmp_path: Path) -> None:
     class Averaging(nn.Linear):
         latest: Any = None
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: Any) -> Any:
             self.latest = super().forward(x)
             return self.latest
 
