@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_nb.engine import cells
-from gpumem_nb.engine.copies import host_copy
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.step.trainer import Trainer
-from gpumem_nb.engine.undo import step_undo
 from gpumem_nb.engine.undo.changing import SMALL_BYTES
 from gpumem_nb.engine.undo.step_undo import ForwardState, ForwardUndo, UpdateUndo
 from gpumem_nb.memory.device import opened
@@ -389,42 +387,3 @@ def test_a_large_weight_that_forward_writes_is_put_back_or_told_of(before: str) 
         assert told is not None
         assert "wrote a large weight" in told.message
     assert trainer.run(Chunk(settings, 4, 1)).failure is None
-
-
-def test_a_view_that_an_update_replaces_is_put_back_as_a_view() -> None:
-    class Own(torch.optim.SGD):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, lr=0.1)
-            self.all = torch.zeros(4)
-            self.half = self.all[:2]
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            self.half = self.half + 1
-
-    net = nn.Linear(2, 2)
-    optimizer = Own(net.parameters())
-    undo = UpdateUndo(net.parameters(), optimizer)
-    optimizer.step()
-    undo.undo()
-    optimizer.all.fill_(3)
-    assert optimizer.half.tolist() == [3, 3]
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_frozen_weight_that_the_optimizer_holds_is_not_copied_before_each_update(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    net = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 300), nn.Linear(300, 2))
-    net[1].requires_grad_(False)
-    copied = set[int]()
-
-    def noted(tensor: torch.Tensor) -> torch.Tensor:
-        copied.add(id(tensor))
-        return host_copy(tensor)
-
-    monkeypatch.setattr(step_undo, "host_copy", noted)
-    workload = Workload("net", lambda: net, rows, loss, optimizer=lambda params: torch.optim.AdamW(net.parameters()))
-    trainer = Trainer(workload, stream(), opened(), time.time())
-    assert trainer.run(Chunk(Settings(batch_size=2, optimizer="own", learning_rate=0.001), 1, 1)).failure is None
-    assert id(net[0].weight) in copied
-    assert id(net[1].weight) not in copied
