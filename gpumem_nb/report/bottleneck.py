@@ -83,8 +83,12 @@ class CriticalPath:
 
     @property
     def computing_excess_s(self) -> float:
-        """Return how much longer it computes than the others, but for having no core."""
-        return self.excess(_computing_s) - max(0.0, self.excess(queued_s))
+        """Return how much longer it computes than the others, but for having no core: in the median step.
+
+        In each step some rank is last, by chance if nothing else: the mean would count all that a busy machine does.
+        """
+        steps = zip(self._last, self._others, strict=True)
+        return statistics.median([_longer_s(last, others) for last, others in steps if others] or [0.0])
 
     def slow_since(self) -> int:
         """Return the step from which on one rank takes longer than the others; 0 if it always did."""
@@ -94,13 +98,11 @@ class CriticalPath:
         numbers = sorted(steps, reverse=True)
         for place in range(_WINDOW, len(numbers) - _WINDOW, _WINDOW):
             before = [steps[number] for number in numbers[place : place + _WINDOW]]
-            if statistics.median(map(self._longer_s, before)) < _PART_OF_NOW * self.computing_excess_s:
+            longer = [_longer_s(step[self.rank], step[: self.rank] + step[self.rank + 1 :]) for step in before]
+            if statistics.median(longer) < _PART_OF_NOW * self.computing_excess_s:
                 return numbers[place - 1]
         return 0
 
-    def _longer_s(self, step: Sequence[StepTimes]) -> float:
-        others = [_computing_s(times) for rank, times in enumerate(step) if rank != self.rank]
-        return _computing_s(step[self.rank]) - statistics.fmean(others)
 
 
 def _by_step(rows: Sequence[Sequence[Sample]]) -> dict[int, tuple[StepTimes, ...]]:
@@ -116,6 +118,12 @@ def _work_s(times: StepTimes) -> float:
 
 def _computing_s(times: StepTimes) -> float:
     return _work_s(times) - times[DATA]
+
+
+def _longer_s(one: StepTimes, others: Sequence[StepTimes]) -> float:
+    """Return how much longer one rank computes in a step than the others, but for having no core."""
+    waited_s = queued_s(one) - statistics.fmean(map(queued_s, others))
+    return _computing_s(one) - statistics.fmean(map(_computing_s, others)) - max(0.0, waited_s)
 
 
 def queued_s(times: StepTimes) -> float:

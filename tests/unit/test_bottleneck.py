@@ -115,6 +115,13 @@ def test_no_larger_global_batch_is_advised_than_there_are_samples(times: Times, 
     assert "accumulation_steps=2" in verdict(times, Settings(optimizer_impl="fused")).sentence
 
 
+def test_what_a_busy_machine_does_to_single_steps_is_not_taken_for_uneven_samples() -> None:
+    dice = random.Random(0)
+    assert verdict(lambda rank, number: step({BACKWARD: 0.06 * (dice.random() < 0.3)})) is None
+    found = verdict(lambda rank, number: step({BACKWARD: dice.uniform(0, 0.15)}))
+    assert found.cause == "uneven steps"
+
+
 def test_operators_that_take_no_longer_than_calling_them_are_tiny() -> None:
     assert verdict(alike(), operators=1_400) is None
     found = verdict(alike(), operators=2_000)
