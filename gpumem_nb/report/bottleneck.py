@@ -104,7 +104,6 @@ class CriticalPath:
         return 0
 
 
-
 def _by_step(rows: Sequence[Sequence[Sample]]) -> dict[int, tuple[StepTimes, ...]]:
     """Return the times of all ranks in each step that all have done, by its number."""
     of_ranks = [{sample.step: sample.times for sample in row if sample.done and sample.times} for row in rows]

@@ -93,14 +93,23 @@ def checked_seed(value: Any) -> int:
     return seed
 
 
-def checked_seconds(name: str, value: Any, example: int) -> float:
-    """Return a finite number of seconds above 0 given for ``name``; ``InvalidInput`` says what is allowed."""
-    seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+_LONGEST_S = 10**8
+
+
+def checked_seconds(name: str, given: Any, example: int) -> float:
+    """Return a finite number of seconds above 0 given for ``name``; ``InvalidInput`` says what is allowed.
+
+    More than three years are three years: operating systems wait no longer than some number of milliseconds.
+    """
+    if isinstance(given, int):  # which may be more than a float holds
+        seconds = 0.0 if isinstance(given, bool) else float(max(0, min(given, _LONGEST_S)))
+    else:
+        seconds = float(given) if isinstance(given, Real) else 0.0
     if not 0 < seconds < math.inf:
         raise InvalidInput(
-            f"{name}={value!r} cannot be used: it must be a number of seconds above 0, such as {example}."
+            f"{name}={given!r} cannot be used: it must be a number of seconds above 0, such as {example}."
         )
-    return seconds
+    return min(seconds, _LONGEST_S)
 
 
 def is_variable(name: object) -> bool:

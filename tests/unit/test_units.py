@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from gpumem_nb.shared.errors import InvalidInput
-from gpumem_nb.shared.units import format_bytes, parse_size, typed_size
+from gpumem_nb.shared.units import checked_seconds, format_bytes, parse_size, typed_size
 
 
 @pytest.mark.parametrize(
@@ -81,3 +83,10 @@ def test_bytes_are_shown_in_the_unit_that_fits(n: int | None, text: str) -> None
 def test_a_size_is_told_as_it_can_be_typed(n: int, text: str) -> None:
     assert typed_size(n) == text
     assert parse_size(text) == n
+
+
+def test_more_seconds_than_can_be_waited_are_as_many_as_can() -> None:
+    assert checked_seconds("timeout", 10**400, 30) == checked_seconds("timeout", 1e12, 30) <= threading.TIMEOUT_MAX
+    assert checked_seconds("timeout", 90, 30) == 90
+    with pytest.raises(InvalidInput, match="must be a number of seconds above 0"):
+        checked_seconds("timeout", -(10**400), 30)
