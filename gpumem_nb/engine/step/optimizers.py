@@ -85,12 +85,10 @@ def numbers_beside(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def put_numbers(optimizer: Optimizer, numbers: Mapping[str, Any]) -> None:
-    """Let it keep what :func:`numbers_beside` has returned."""
-    optimizers = with_inner(optimizer)
-    for key, value in numbers.items():
-        place, _, name = key.partition(".")
-        if int(place) < len(optimizers):
-            setattr(optimizers[int(place)], name, value)
+    """Let it keep what :func:`numbers_beside` has returned; what has no place in it is left out."""
+    for place, one in enumerate(with_inner(optimizer)):
+        mine = f"{place}."
+        vars(one).update({key.removeprefix(mine): value for key, value in numbers.items() if key.startswith(mine)})
 
 
 def set_implementation(optimizer: Optimizer, name: str) -> None:
