@@ -154,11 +154,11 @@ class CudaDevice:
 
     def reading(self) -> Reading:
         """Return the memory at this moment, in bytes."""
-        reserved = torch.cuda.memory_stats_as_nested_dict(self.torch_device)["reserved_bytes"]["all"]
-        live, live_peak = self._requested()
+        stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        live, reserved = stats["requested_bytes"]["all"], stats["reserved_bytes"]["all"]
         return Reading(
-            live_bytes=live,
-            live_peak_bytes=live_peak,
+            live_bytes=live["current"],
+            live_peak_bytes=live["peak"],
             reserved_bytes=reserved["current"],
             reserved_peak_bytes=reserved["peak"],
             device_used_bytes=self._device_used,

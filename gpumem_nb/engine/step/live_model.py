@@ -68,7 +68,7 @@ class LiveModel:
             self.model = checked_model(workload.model())
         self.loss = workload.loss
         self.parts = Parts(self.model, workload.loss)
-        moved = {id(param) for param in self.parts.parameters() if param.device.type != device.torch_device.type}
+        moved = {id(param) for param in self.parts.parameters() if param.device != device.torch_device}
         for part in self.parts.named.values():
             check_tensors(part)
             part.to(device.torch_device)

@@ -107,7 +107,7 @@ class Replicas:
         Adagrad makes its state when it is built, and other optimizers have some if they have trained already.
         """
         for param in in_groups(self._optimizer):
-            if param.device.type != device.type:
+            if param.device != device:
                 param.data = param.data.to(device)
                 moved.add(id(param))
             if id(param) in moved and param in self._optimizer.state:
