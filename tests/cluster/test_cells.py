@@ -17,6 +17,7 @@ from gpumem_nb.shared.errors import InvalidInput
 from tests.cluster.test_save import OWN_MODEL, anew, attach_own, losses
 from tests.conftest import SMALL, weights
 from tests.internals import RANDOM
+from tests.timing import HANG_S
 from tests.unit.test_surroundings import write
 
 pytestmark = pytest.mark.cluster
@@ -213,6 +214,7 @@ def test_ranks_run_the_code_that_is_on_disk(session: Session, workplace: Path) -
         write(path, "this is no Python")
         call = session.run_cell("of_mine.answer()")
         assert call.get() == [3, 3]
+        call.settle(HANG_S)
         assert "of_mine changed on disk and could not be reloaded (SyntaxError: " in call.outputs()[1]
     finally:
         sys.modules.pop("of_mine", None)

@@ -261,6 +261,7 @@ def test_a_defining_cell_that_runs_again_without_attach_is_told_at_once(two_rank
     def said_by(cell: str) -> list[str]:
         before = len(two_ranks.history.events)
         call = two_ranks.run_cell(cell)
+        call.settle(HANG_S)  # what is printed may come after the answer
         notes = [event.text for event in list(two_ranks.history.events)[before:] if "attach again" in event.text]
         assert all(output.count("attach again") == len(notes) for output in call.outputs())
         return notes

@@ -20,6 +20,7 @@ from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
 from gpumem_nb.shared.messages import Ledger, Sample
 from tests.conftest import about, weights
 from tests.internals import LIVE, RANDOM
+from tests.timing import HANG_S
 
 pytestmark = pytest.mark.cluster
 GPT = {"width": 32, "depth": 4, "heads": 2, "sequence_length": 64}
@@ -168,6 +169,7 @@ def test_a_step_that_is_recorded_may_run_out_of_memory(two_ranks: Session, fresh
 def test_a_cell_reports_what_it_does_to_the_memory(two_ranks: Session) -> None:
     source = "kept = torch.zeros(2**20, dtype=torch.uint8); torch.zeros(2**21, dtype=torch.uint8).sum()"
     call = two_ranks.run_cell(source, ranks="1", title="<%%hvd cell>", memory=True)
+    call.settle(HANG_S)
     (text,) = call.outputs()
     assert "live peak" in text
     assert "(virtual)" in text
