@@ -95,12 +95,19 @@ def ends_with_semicolon(source: str) -> bool:
 def shown(value: Any) -> str | None:
     """Show what a last expression gives as a notebook does: an image or a table is displayed, and text is returned."""
     shell = shell_here()
-    formats = shell.display_formatter
-    forms, about = formats.format(value)
-    if forms.keys() == {"text/plain"}:
+    formats, shows_itself = shell.display_formatter, shell.display_formatter.ipython_display_formatter
+    if shows_itself(value):
+        return None
+    shows_itself.enabled = False  # it was asked, and may have failed
+    try:
+        rich, about = formats.format(value, exclude={"text/plain"})
+    finally:
+        shows_itself.enabled = True
+    if rich.keys() <= {"text/plain"}:
         return repr(value)
-    if forms:  # or it has displayed itself
-        shell.display_pub.publish(forms, about)
+    with suppress(Exception):  # an image or a table can do without
+        rich = {"text/plain": repr(value), **rich}
+    shell.display_pub.publish(rich, about)
     return None
 
 

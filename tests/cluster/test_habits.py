@@ -12,6 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 import gpumem_nb
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import ClusterDied, RankError, TrainingFailed
+from tests import internals
 from tests.timing import HANG_S, until
 
 pytestmark = pytest.mark.cluster
@@ -125,6 +126,7 @@ def test_a_debugger_in_the_loss_ends_the_step_in_a_sentence(two_ranks: Session) 
 def test_what_children_print_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # where it is set, ipykernel leaves alone what is written past Python
     code = "import multiprocessing, time\nchild = multiprocessing.Process(target=print, args=('of a child',))\n"
+    internals.stop_running()  # of the tests before
     with gpumem_nb.start(1, device="cpu") as session:
         call = session.run_cell(f"{code}child.start()\nchild.join()\ntime.sleep(0.5)", timeout=HANG_S)
         assert call.outputs() == ["of a child\n"]
@@ -221,6 +223,7 @@ def test_a_cell_that_clears_all_names_leaves_ranks_that_answer(two_ranks: Sessio
 @pytest.mark.full
 def test_an_exit_at_once_is_named_as_the_end_of_the_ranks() -> None:
     named = r"Rank 1 .*exit code 3.*os\._exit\(3\) was called in <code \d+>, line 2"
+    internals.stop_running()
     with gpumem_nb.start(2, device="cpu", memory_limit="96MiB") as session, pytest.raises(ClusterDied, match=named):
         session.run("import os\nif rank == 1: os._exit(3)\nhvd.barrier()")
 

@@ -132,6 +132,13 @@ def test_what_fails_to_show_itself_is_asked_once_and_fails_no_cell(
             Shows.asked += 1
             raise ValueError("cannot show itself")
 
+    class Lazy:
+        asked = 0
+
+        def __repr__(self) -> str:
+            self.asked += 1
+            return f"{self.asked} time"
+
     class Table:
         def _repr_html_(self) -> str:
             return "<table></table>"
@@ -148,3 +155,4 @@ def test_what_fails_to_show_itself_is_asked_once_and_fails_no_cell(
     assert cells.shown(Table()) is None
     assert [output["data"] for output in published.outputs] == [{"text/html": "<table></table>"}]
     assert cells.shown({"a": 1}) == "{'a': 1}"
+    assert cells.shown(Lazy()) == "1 time"
