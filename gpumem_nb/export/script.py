@@ -227,14 +227,15 @@ class Values:
         for name, value in self._variables().items():
             yield f"os.environ.setdefault({quoted(name)}, {quoted(value)})  # as in the session"
         if self._order.ddp:
-            yield 'dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")'
+            one_each = 'torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])'  # which NCCL wants
+            yield f'dist.init_process_group("nccl" if {one_each} else "gloo")'
         else:
             yield "hvd.init()"
         if self._order.threads is not None:
             yield f"torch.set_num_threads({self._order.threads})  # as in the session: others add up in another order"
         local = 'int(os.environ["LOCAL_RANK"])' if self._order.ddp else "hvd.local_rank()"
         yield "if torch.cuda.is_available():"
-        yield f"    torch.cuda.set_device({local})"
+        yield f"    torch.cuda.set_device({local} % torch.cuda.device_count())  # shared if too few"
         yield f"device = {_DEVICE}"
         for name, value in (("rank", self._rank), ("size", self._size)):
             if name in self._source.uses:

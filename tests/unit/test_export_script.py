@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +187,23 @@ def test_names_that_clash_are_refused(source: Source, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         written(Settings(), source)
     assert written(Settings(), replace(OWN, imports=("import random", "import torch")))
+
+
+@pytest.mark.parametrize(("gpus", "backend", "used"), [(4, "nccl", 3), (2, "gloo", 1), (0, "gloo", None)])
+def test_more_processes_than_gpus_share_them_as_the_ranks_of_a_session_do(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str, used: int | None
+) -> None:
+    joined, chosen = list[str](), list[int]()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", joined.append)
+    begin, end = "args = parser.parse_args()\n", "    device = torch.device("
+    joining = written(Settings()).partition(begin)[2].partition(end)[0]
+    exec(textwrap.dedent(joining), {"os": os, "torch": torch, "dist": torch.distributed})
+    assert (joined, chosen) == ([backend], [] if used is None else [used])
 
 
 def test_cells_that_only_ask_which_rank_they_run_on_have_an_answer_beside_distributed_data_parallel(
