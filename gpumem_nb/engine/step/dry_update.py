@@ -33,13 +33,10 @@ from ...internals.fake_internals import (
 from ...internals.torch_internals import TorchDispatchMode, step_hooks_held_back, stepped_by_others
 from ...memory.device import Device
 from ...memory.ledger.events import Foreseen, UpdateLog
-from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ..random_state import set_aside
 from ..undo.python_state import PythonState
-from ..undo.step_undo import UpdateUndo
 from . import optimizers
-from .live_model import LiveModel
 from .parts import in_groups
 
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
@@ -94,7 +91,7 @@ def foresee(
             optimizers.update(fake, dry_scaler, clip_norm, lambda: type(fake).step(fake))
             if was_changed():
                 raise CannotBeForeseen(_BY_ANOTHER_WAY)
-            owned = _kept_by(fake, lambda param: dry.real.get(id(param)))
+            owned = kept_by(fake, lambda param: dry.real.get(id(param)))
             return log.foreseen(owned)
     except CannotBeForeseen:
         raise
@@ -102,41 +99,13 @@ def foresee(
         raise CannotBeForeseen(f"{type(error).__name__}: {error}".partition("\n")[0]) from None
 
 
-def update_in_question(live: LiveModel, recorder: Recorder, device: Device) -> tuple[Foreseen, str]:
-    """Return what the update of a step that is recorded would allocate, under the settings that are tried.
-
-    Returns:
-        That, and why it had to be taken and undone; empty where a dry run would do.
-    """
-    settings, optimizer = live.settings, live.optimizer_in_question()
-    scaler = live.scaler if settings.precision == "fp16" else None
-    known = optimizer is live.optimizer or live.state_would_leave  # else held for what is not in use
-    recorder.claim_model(live.parts.parameters(), live.optimizer.state if known else {})
-    number_of = recorder.pause(_held_by(optimizer))
-    try:
-        how = (settings.optimizer_impl, scaler, settings.clip_norm, device.torch_device)
-        found, why_taken = foresee(optimizer, *how, number_of), ""
-    except CannotBeForeseen as error:
-        why_taken, scaler_state = str(error), live.scaler.state_dict()
-        undo = UpdateUndo(live.parts.parameters(), optimizer)
-        try:
-            optimizers.set_implementation(optimizer, settings.optimizer_impl)
-            with step_hooks_held_back(optimizer, pre=True):
-                found = _taken(optimizer, scaler, settings.clip_norm, device)
-        finally:
-            undo.undo()
-            live.replace_scaler(scaler_state)
-    # What the workload's own keeps beside another optimizer does not leave with the state of that.
-    return found.of_new() if live.state_would_leave else found, why_taken
-
-
-def _held_by(optimizer: Optimizer) -> list[Tensor]:
-    """The tensors that an update may replace: weights, gradients and state, also of one inside of another one."""
+def held_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that an update may replace: weights, gradients and state, also of an optimizer inside."""
     found = [tensor for one in optimizers.with_inner(optimizer) for tensor in _inside(one)]
     return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
 
 
-def _kept_by(optimizer: Optimizer, real: Callable[[Any], Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+def kept_by(optimizer: Optimizer, real: Callable[[Any], Tensor | None]) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors that an optimizer keeps beside weights, each with a real weight that it is kept for."""
     weights = {id(param): weight for param in in_groups(optimizer) if (weight := real(param)) is not None}
     first = next(iter(weights.values()))
@@ -148,19 +117,6 @@ def _kept_by(optimizer: Optimizer, real: Callable[[Any], Tensor | None]) -> list
 
 def _inside(optimizer: Optimizer) -> Iterator[Tensor]:
     return tensors_in(list(vars(optimizer).values()))
-
-
-def _taken(optimizer: Optimizer, scaler: GradScaler | None, clip_norm: float | None, device: Device) -> Foreseen:
-    """Return what a real update allocates, for one that cannot be foreseen."""
-    log = device.event_log()
-    log.begin([])
-    with log.watching():
-        optimizers.update(optimizer, scaler, clip_norm, (lambda: scaler.step(optimizer)) if scaler else optimizer.step)
-    state = _kept_by(optimizer, lambda param: param)
-    owned = tuple((log.allocation(value), value.untyped_storage().nbytes(), param) for value, param in state)
-    events = log.end()
-    rows = zip(events.allocation.tolist(), events.bytes.tolist(), events.call.tolist(), strict=True)
-    return Foreseen(tuple(rows), tuple(one for one in owned if one[0]))
 
 
 def timed_on_scratch(

@@ -30,8 +30,8 @@ from ..undo.step_undo import ForwardState, ForwardUndo, UpdateUndo, WrittenByFor
 from . import optimizers
 from .ambient import Ambient, autocast, check_no_backward, updates_refused
 from .checks import checked_loss
-from .dry_update import update_in_question
 from .failures import failure_of
+from .known_updates import KnownUpdates
 from .live_model import LiveModel
 from .own_loss import micro_batches
 from .samples import Outcome
@@ -84,6 +84,7 @@ class Stepper:
         self._stream = stream
         self._device = device
         self._leaks = leaks
+        self._updates = KnownUpdates()
         self.voting = Voting(live, stream.rank, stream.size, device)
         self._loss, self._forward_state = live.loss, ForwardState(live.parts.named.values(), live.loss)
         self._written = WrittenByForward()
@@ -300,7 +301,7 @@ class Stepper:
                 torch.cuda.synchronize(self._device.torch_device)
             self.work_s, self.data_s = self._clock.work_s(), self._clock.data_s()
             if Recorder.current:
-                update, self.not_foreseen = update_in_question(self._live, Recorder.current, self._device)
+                update, self.not_foreseen = self._updates.in_question(self._live, Recorder.current, self._device)
                 self.record = Recorder.current.end(update, self.update_s)
             return None
         except BaseException as error:

@@ -292,7 +292,7 @@ class Trainer:
         """Inside, steps are under the settings of a trial; gives why these cannot be applied."""
         settings, settings_id = self.live.settings, self._settings_id
         flipped, recorded_steps = self._flipped, self._recorded_steps
-        with self.live.kept():
+        with _garbage_taken_away(), self.live.kept():
             try:
                 why_not = self._apply(chunk)
                 with room_of_state_that_leaves(self.live, self._device):
@@ -302,7 +302,6 @@ class Trainer:
                 self._follow(back)  # at the next chunk's beginning, if the ranks came apart
                 self._apply_here(back)  # whatever could be applied is taken back
                 self._flipped, self._recorded_steps = flipped, recorded_steps
-                gc.collect()  # what was tried may hang together in circles, with activations among them
 
     def _apply(self, chunk: Chunk) -> Failure | None:
         """Switch to the chunk's settings, or say why it cannot be done; a trial's ``settings_id`` is not theirs."""
@@ -390,3 +389,17 @@ class Trainer:
         """Return whether this step gets a ledger: some regularly, and the first ones under new settings."""
         first = self._recorded_steps < FIRST_LEDGERS
         return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)
+
+
+@contextmanager
+def _garbage_taken_away() -> Iterator[None]:
+    """Take away afterwards what hangs together in circles, activations among it, if it was made inside.
+
+    What was there before is not looked through, which takes a tenth of a second and more.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()

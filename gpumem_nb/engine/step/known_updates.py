@@ -1,0 +1,145 @@
+"""What the updates of questions allocate. Of torch's own optimizers, one that is like an earlier one needs no dry run.
+
+A dry run takes up to a millisecond for each weight and operator, and the small steps of a question have updates alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer, RAdam
+
+from ...internals.torch_internals import step_hooks_held_back, stepped_by_others
+from ...memory.device import Device
+from ...memory.ledger.events import Foreseen
+from ...memory.ledger.recorder import Recorder
+from .. import cells
+from ..undo.step_undo import UpdateUndo
+from . import optimizers
+from .dry_update import CannotBeForeseen, foresee, held_by, kept_by
+from .live_model import LiveModel
+from .parts import in_groups
+
+MOST_KNOWN = 8
+
+
+class _Known(NamedTuple):
+    """A foreseen update, with places among those that the optimizer holds instead of allocations and weights."""
+
+    rows: tuple[tuple[int, int, int], ...]
+    owned: tuple[tuple[int, int, int], ...]
+
+
+class KnownUpdates:
+    """Foresees updates as :func:`.dry_update.foresee` does, and remembers the latest ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Known] = {}
+
+    def in_question(self, live: LiveModel, recorder: Recorder, device: Device) -> tuple[Foreseen, str]:
+        """Return what the update of a step that is recorded would allocate, under the settings that are tried.
+
+        Returns:
+            That, and why it had to be taken and undone; empty where a dry run would do.
+        """
+        settings, optimizer = live.settings, live.optimizer_in_question()
+        scaler = live.scaler if settings.precision == "fp16" else None
+        known = optimizer is live.optimizer or live.state_would_leave  # else held for what is not in use
+        recorder.claim_model(live.parts.parameters(), live.optimizer.state if known else {})
+        number_of = recorder.pause(held_by(optimizer))
+        try:
+            how = (settings.optimizer_impl, scaler, settings.clip_norm, device.torch_device)
+            found, why_taken = self.foresee(optimizer, *how, number_of), ""
+        except CannotBeForeseen as error:
+            why_taken, scaler_state = str(error), live.scaler.state_dict()
+            undo = UpdateUndo(live.parts.parameters(), optimizer)
+            try:
+                optimizers.set_implementation(optimizer, settings.optimizer_impl)
+                with step_hooks_held_back(optimizer, pre=True):
+                    found = _taken(optimizer, scaler, settings.clip_norm, device)
+            finally:
+                undo.undo()
+                live.replace_scaler(scaler_state)
+        # What the workload's own keeps beside another optimizer does not leave with the state of that.
+        return found.of_new() if live.state_would_leave else found, why_taken
+
+    def foresee(
+        self,
+        optimizer: Optimizer,
+        implementation: str,
+        scaler: GradScaler | None,
+        clip_norm: float | None,
+        device: torch.device,
+        allocation: Callable[[Tensor], int],
+    ) -> Foreseen:
+        """Return what the next update would allocate. Arguments and errors are those of :func:`.dry_update.foresee`."""
+        how = (optimizer, implementation, scaler, clip_norm, device)
+        if not optimizers.is_torchs(optimizer) or stepped_by_others(optimizer):
+            return foresee(*how, allocation)
+        held, weights = held_by(optimizer), list(in_groups(optimizer))
+        numbers = [0, *dict.fromkeys(number for tensor in held if (number := allocation(tensor)))]
+        places = {number: place for place, number in enumerate(numbers)}
+        lying = [places[allocation(tensor)] for tensor in held]
+        key = (
+            (type(optimizer), implementation, scaler is None, clip_norm is None, device, cells.ran()),
+            (*_options(optimizer), *_state(optimizer)),
+            tuple(zip(map(_look, held), lying, strict=True)),
+        )
+        if key not in self._known:
+            found = foresee(*how, lambda tensor: places.get(allocation(tensor), 0))
+            at = {id(weight): place for place, weight in enumerate(weights)}
+            owned = tuple((number, nbytes, at[id(weight)]) for number, nbytes, weight in found.owned)
+            self._known[key] = _Known(found.rows, owned)
+            if len(self._known) > MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+        known = self._known[key]
+
+        def real(number: int) -> int:
+            return numbers[number] if number < len(numbers) else number
+
+        return Foreseen(
+            tuple((real(number), nbytes, call) for number, nbytes, call in known.rows),
+            tuple((real(number), nbytes, weights[place]) for number, nbytes, place in known.owned),
+        )
+
+
+def _taken(optimizer: Optimizer, scaler: GradScaler | None, clip_norm: float | None, device: Device) -> Foreseen:
+    """Return what a real update allocates, for one that cannot be foreseen."""
+    log = device.event_log()
+    log.begin([])
+    with log.watching():
+        optimizers.update(optimizer, scaler, clip_norm, (lambda: scaler.step(optimizer)) if scaler else optimizer.step)
+    state = kept_by(optimizer, lambda param: param)
+    owned = tuple((log.allocation(value), value.untyped_storage().nbytes(), param) for value, param in state)
+    events = log.end()
+    rows = zip(events.allocation.tolist(), events.bytes.tolist(), events.call.tolist(), strict=True)
+    return Foreseen(tuple(rows), tuple(one for one in owned if one[0]))
+
+
+def _options(optimizer: Optimizer) -> Iterator[Hashable]:
+    """Yield what decides how an update is computed: all options but the rate, and which weights have gradients."""
+    yield repr(sorted((name, value) for name, value in optimizer.defaults.items() if name != "lr"))
+    for group in optimizer.param_groups:
+        yield repr(sorted((name, value) for name, value in group.items() if name not in ("params", "lr", "initial_lr")))
+        yield tuple((param.requires_grad, param.grad is not None) for param in group["params"])
+
+
+def _state(optimizer: Optimizer) -> Iterator[Hashable]:
+    """Yield the names in the state, with numbers by whose value an update may be computed in another way."""
+    counts_decide = isinstance(optimizer, RAdam)  # which corrects its variance from the sixth step on
+    for values in optimizer.state.values():
+        for name, value in values.items():
+            yield name
+            if not isinstance(value, Tensor):
+                yield repr(value)
+            elif not value.dim():
+                yield value.item() if name != "step" or counts_decide else 0.0
+
+
+def _look(tensor: Tensor) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return tensor.dtype, tuple(tensor.shape), strides, tensor.layout, tensor.device, tensor.requires_grad
