@@ -17,11 +17,11 @@ from ...shared.settings import Settings
 from .record import Candidate, Record, speed_of
 from .space import SPLIT, Space
 
-_DECIDE = ("precision", "checkpointing")  # how large a micro-batch may be, and by how much time
+_DECIDE = ("checkpointing", "precision")  # how large a micro-batch may be; all of the second with each of the first
 _UPDATE = "optimizer_impl"  # decides what the update needs
 _FIRST = ("bf16", "fp16")  # where both can be used, the second needs its losses scaled
 _SEARCHING = 0.6  # of the time, before the best take turns
-_FINALISTS = 4
+_FINALISTS, _WITHIN = 4, 2.0  # no other program slows a turn down by more than this factor, as a rule
 WORTH = 1.02  # times the speed of what there is: less is not worth other settings
 _ROUNDS = 3  # before half of the finalists are left out, and in the end as many again
 
@@ -90,7 +90,7 @@ def _screening(space: Space, trials: Trials) -> Iterator[Settings]:
     knobs that decide it; from the fastest of these on, each value of the other knobs; at last smaller micro-batches.
     """
     start = yield from _start(space, trials)
-    together = [name for name in space.knobs if name in _DECIDE]
+    together = [name for name in _DECIDE if name in space.knobs]
     for values in itertools.product(*([getattr(start, name), *_others(name, start)] for name in together)):
         wanted = dict(zip(together, values, strict=True))
         if not _too_slow(space, wanted, trials.record):
@@ -183,9 +183,10 @@ def _decide(start: Settings, trials: Trials) -> None:
     """Let the best take turns with what they are compared with, and half of them at a time leave."""
     record = trials.record
     left = sorted(record.contenders, key=speed_of, reverse=True)[:_FINALISTS]
+    left = [one for one in left if speed_of(one) * _WITHIN >= speed_of(left[0])]
     now = record.candidates.get(start)
     if now in record.measured and now not in left:
-        left[-1:] = [now]
+        left[_FINALISTS - 1 :] = [now]
     while len(left) > 1:
         for one in in_rounds(left, _ROUNDS, lambda one: one.usable):
             if not trials.time_for(one.settings):
