@@ -129,22 +129,30 @@ def test_memory_is_looked_at_anew_after_a_cell_and_holds_nothing_of_what_ran_bef
     assert all(one.reserved_peak_bytes >= one.live_peak_bytes for one in (*first, *after, *other))
 
 
+class UpdatesVotedOn:
+    """Steps of a trainer, and whether all ranks were asked if the update of one had failed."""
+
+    def __init__(self, link: Overheard, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        monkeypatch.setattr(link, "any_rank", self._vote)
+
+    def _vote(self, flag: bool, name: str) -> bool:
+        self.asked.append(name)
+        return flag
+
+    def in_step(self, trainer: Trainer, settings: Settings) -> bool:
+        self.asked.clear()
+        assert trainer.run(Chunk(settings, 1, 1)).failure is None
+        return "update" in self.asked
+
+
 def test_cached_segments_are_room_for_an_update(
     trainer: Trainer, device: Device, alone: Overheard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    updates_voted_on: list[bool] = []
-
-    def vote(flag: bool, name: str) -> bool:
-        updates_voted_on.append(name == "update")
-        return flag
-
-    monkeypatch.setattr(alone, "any_rank", vote)
-    settings = Settings(batch_size=2)
+    updates = UpdatesVotedOn(alone, monkeypatch)
 
     def voted() -> bool:
-        updates_voted_on.clear()
-        assert trainer.run(Chunk(settings, 1, 1)).failure is None
-        return any(updates_voted_on)
+        return updates.in_step(trainer, Settings(batch_size=2))
 
     device.set_limit(2**30)
     try:
@@ -158,6 +166,19 @@ def test_cached_segments_are_room_for_an_update(
         assert not voted(), "what a tensor has left in the cache can be used"
     finally:
         device.set_limit(None)
+
+
+def test_an_update_that_makes_the_optimizers_state_can_be_undone(
+    trainer: Trainer, device: Device, alone: Overheard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates, settings = UpdatesVotedOn(alone, monkeypatch), Settings(batch_size=2, precision="fp16")
+    trainer.live.replace_scaler(trainer.live.scaler.state_dict() | {"scale": 2.0**30, "backoff_factor": 2.0**-20})
+    device.set_limit(2**30)
+    try:
+        voted = [(updates.in_step(trainer, settings), len(trainer.live.optimizer.state)) for _ in range(3)]
+    finally:
+        device.set_limit(None)
+    assert voted == [(True, 0), (True, 2), (False, 2)], "the first one was skipped by the loss scale"
 
 
 def test_an_exception_without_words_is_a_failure_like_any_other(device: Device) -> None:

@@ -38,6 +38,11 @@ class Outcome:
     scales: Tensor | None
     squares: tuple[float, Tensor] | None
 
+    @property
+    def skipped(self) -> bool:
+        """Return whether the loss scale was lowered instead of an update; asking waits for the device."""
+        return self.scales is not None and bool(self.scales[1] < self.scales[0])
+
 
 def begun(outcome: Outcome, **known: Any) -> Sample:
     """Return a sample of what the host knows when a step has ended; ``known``: what the step itself does not."""

@@ -95,7 +95,7 @@ class Trainer:
             self.evaluator = Evaluator(self.live, workload, held_out, device, stream.rank, stream.size)
         self._settings_id = -1
         self._failed_id = -1  # under which a step was discarded
-        self._proven_id = -1  # under which a step was finished
+        self._proven_id = -1  # under which an update was made
         self._left_after = -1  # as many nudges, ranks left a chunk; those made before that have no steps any more
         self._flipped = False  # since the last step that was finished
         self._recorded_steps = 0  # under these settings
@@ -371,8 +371,10 @@ class Trainer:
         else:
             event = "tried" if chunk.tried else "flip" if self._flipped else ""
             self.steps += 1
-            self._proven_id, self._flipped = self._settings_id, False
-            self._recorded_steps += recorded
+            self._flipped = False
+            if proven or not outcome.skipped:  # asking waits for the device
+                self._proven_id = self._settings_id
+                self._recorded_steps += recorded
         sample = begun(
             outcome,
             rank=self.stream.rank,

@@ -33,7 +33,7 @@ class StepOrder:
     """Instructions for one step.
 
     ``step``: how many were done before. ``trial``: measure it and undo it. ``nudges``: those sent before; a newer one
-    makes this step the chunk's last. ``proven``: a step was finished under these settings before. ``recorded``: listen
+    makes this step the chunk's last. ``proven``: an update was made under these settings before. ``recorded``: listen
     to every allocation. ``config``: how gradients travel, of the settings that all ranks were given: on one that could
     not apply them all, others are in effect.
     """
