@@ -181,6 +181,34 @@ def test_an_update_that_makes_the_optimizers_state_can_be_undone(
     assert voted == [(True, 0), (True, 2), (False, 2)], "the first one was skipped by the loss scale"
 
 
+def test_an_update_with_the_first_gradient_of_a_weight_can_be_undone(device: Device) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.table, self.calls = nn.Linear(4, 4), nn.Embedding(2, 4, sparse=True), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            output: Tensor = self.linear(x)
+            return output + self.table(torch.zeros(len(x), dtype=torch.long)) if self.calls > 2 else output
+
+    def own(params: object) -> torch.optim.Optimizer:
+        return torch.optim.Adam([{"params": net.linear.parameters()}, {"params": net.table.parameters()}])
+
+    net, settings = Net(), Settings(optimizer="own", learning_rate=1e-3, batch_size=2)
+    device.set_limit(2**30)
+    try:
+        trainer = Trainer(Workload("late", lambda: net, rows, loss, optimizer=own), stream(), device, time.time())
+        assert trainer.run(Chunk(settings, 1, 2)).failure is None
+        before = net.linear.weight.detach().clone()
+        failure = trainer.run(Chunk(settings, 1, 1)).failure
+    finally:
+        device.set_limit(None)
+    assert failure is not None
+    assert "does not support sparse gradients" in failure.message
+    assert torch.equal(net.linear.weight, before)
+
+
 def test_an_exception_without_words_is_a_failure_like_any_other(device: Device) -> None:
     def failing(model: nn.Module, batch: list[Tensor]) -> Tensor:
         raise Unspeakable

@@ -88,6 +88,10 @@ class GradientsHad:
         self._had.update(id(param) for param in params if id(param) not in absent)
         self._lacked.update(id(param) for param in params if id(param) in absent and param.requires_grad)
 
+    def is_news(self, params: Iterable[Tensor]) -> bool:
+        """Return whether one of these has a gradient now that had none in any step."""
+        return any(param.grad is not None and id(param) not in self._had for param in params)
+
     def never(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Those that had none in any step, though they were not frozen, and are not."""
         lacked = (param for param in params if param.requires_grad and id(param) in self._lacked)

@@ -274,6 +274,8 @@ class Stepper:
         """Return whether this update could end half way: short of memory, or in the user's own code."""
         if not order.proven or not optimizers.from_torch(self._live.optimizer):
             return True
+        if self.voting.had.is_news(self.voting.reduction.gradients[0]):  # whose state is made in it
+            return True
         room = self._device.room()
         if room is None:
             return True
