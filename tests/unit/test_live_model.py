@@ -122,3 +122,17 @@ def test_a_weight_may_get_another_shape_if_no_optimizer_trains_it() -> None:
     net[1][0].weight.data = torch.zeros(5, 4)
     with pytest.raises(WorkloadError, match=r"1\.0\.weight has shape \(5, 4\) now and had \(4, 4\)"):
         model.refuse_strangers()
+
+
+def test_weights_that_are_added_later_get_the_rate_of_a_knobs_optimizer_as_it_is_then() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    brought = torch.optim.SGD(net[0].parameters(), lr=0.5)
+    model = live(Workload("grows", lambda: net, rows, loss, optimizer=lambda params: brought))
+    for rate in (0.1, 0.001):
+        model.apply(Settings(optimizer="adam", learning_rate=rate))
+        update(model)
+        model.step_counted(skipped=False)
+    brought.add_param_group({"params": net[1].parameters()})
+    model.relist()
+    assert {group["lr"] for group in model.optimizer.param_groups for _ in group["params"]} == {0.001}
+    assert list(map(id, model.parameters)) == list(map(id, net.parameters()))

@@ -393,7 +393,6 @@ class LiveModel:
 
 
 def _add(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
-    """Let an optimizer train these too."""
+    """Let an optimizer train these too, at the rate of its first group: that of one by a knob's name is its only one."""
     known = set(map(id, in_groups(optimizer)))
-    if missing := [param for param in trained if id(param) not in known]:
-        optimizer.add_param_group({"params": missing})
+    optimizer.param_groups[0]["params"] += [param for param in trained if id(param) not in known]
