@@ -13,8 +13,9 @@ from gpumem_nb.engine.step.failures import failure_of
 from gpumem_nb.shared.messages import Failure
 
 
-def told(error: BaseException) -> Failure:
-    return failure_of(error, 0, "forward", nn.Linear(1, 1), None, Mock(**{"reading.return_value.limit_bytes": None}))
+def told(error: BaseException, phase: str = "forward", model: nn.Module | None = None) -> Failure:
+    device = Mock(**{"reading.return_value.limit_bytes": None})
+    return failure_of(error, 0, phase, model or nn.Linear(1, 1), None, device)
 
 
 def chained(cause: BaseException, *, context: bool) -> BaseException:
@@ -116,3 +117,8 @@ def test_an_operator_that_a_backend_lacks_is_named_without_those_that_have_it() 
     failure = told(caught.value)
     assert failure.message.endswith("arguments from the 'SparseCPU' backend.")
     assert "aten::linalg_vector_norm" in failure.message
+
+
+def test_an_error_in_backward_is_told_where_the_model_is_frozen_and_its_criterion_trains() -> None:
+    failure = told(OOM, "backward", nn.Linear(1, 1).requires_grad_(False))
+    assert (failure.kind, failure.module) == ("oom", "")

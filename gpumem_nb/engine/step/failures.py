@@ -121,7 +121,7 @@ def _next_backward(model: nn.Module, latest: Tensor | None) -> str:
     ]
     owners = [(param, name) for param, name in reversed(owners) if param.requires_grad]
     done = next((index + 1 for index, (param, _) in enumerate(owners) if param is latest), 0)
-    return owners[min(done, len(owners) - 1)][1]
+    return owners[min(done, len(owners) - 1)][1] if owners else ""  # a criterion may have all that is trained
 
 
 def _named(name: str, module: nn.Module) -> str:
