@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import pynvml
@@ -155,7 +155,7 @@ class CudaDevice:
     def reading(self) -> Reading:
         """Return the memory at this moment, in bytes."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
-        live, reserved = stats["requested_bytes"]["all"], stats["reserved_bytes"]["all"]
+        live, reserved = _asked_for(stats), stats["reserved_bytes"]["all"]
         return Reading(
             live_bytes=live["current"],
             live_peak_bytes=live["peak"],
@@ -239,13 +239,19 @@ class CudaDevice:
 
     def _requested(self) -> tuple[int, int]:
         """Live bytes and their peak before the allocator rounds them up, which a large tensor's can be by 1 MiB."""
-        requested = torch.cuda.memory_stats_as_nested_dict(self.torch_device)["requested_bytes"]["all"]
+        requested = _asked_for(torch.cuda.memory_stats_as_nested_dict(self.torch_device))
         return requested["current"], requested["peak"]
 
     def _allow(self, limit: int) -> None:
         # torch rounds the product down: half a byte more keeps it from ending one byte, and so one segment, short.
         self._is_told = True
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit + 0.5) / self._total), self.torch_device)
+
+
+def _asked_for(stats: Mapping[str, Any]) -> Mapping[str, int]:
+    """Return what tensors asked for; that of blocks where the allocator counts no such thing, as cudaMallocAsync."""
+    counted: Mapping[str, int] = stats["requested_bytes"]["all"]
+    return counted if counted["allocated"] else stats["allocated_bytes"]["all"]
 
 
 def _build_ahead() -> None:

@@ -102,6 +102,8 @@ def test_a_reading_is_torchs_statistics_of_this_ranks_gpu(driver: Driver) -> Non
     assert (now.device_used_bytes, now.limit_bytes) == (2 * GIB, 16 * GIB)
     assert (device.name, device.kind, device.note, driver.device) == ("Fake H1", "cuda", "", 1)
     assert device.driver == "580.65.06"
+    driver.requested = 0  # cudaMallocAsync leaves that at zero, as all that it does not count
+    assert device.reading().live_bytes == 300 * MIB
 
 
 def test_ranks_beyond_the_last_gpu_share_them_in_turn(driver: Driver) -> None:
