@@ -37,6 +37,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
+from itertools import compress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -272,10 +273,14 @@ def without_autocast_on_cpu() -> AbstractContextManager[Any]:
 
 def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """Return the 2-norm of each tensor, none of them empty, without waiting for the device."""
-    if all(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
-        # The norm of finite numbers could be too large for fp16.
-        return torch._foreach_norm(tensors, 2, torch.float32) if tensors else ()
-    return torch._foreach_norm(tensors)
+    narrow = [tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors]
+    if not any(narrow):
+        return torch._foreach_norm(tensors) if tensors else ()
+    # The norm of finite numbers could be too large for fp16.
+    of_narrow = iter(torch._foreach_norm(list(compress(tensors, narrow)), 2, torch.float32))
+    others = [tensor for tensor, is_narrow in zip(tensors, narrow, strict=True) if not is_narrow]
+    of_others = iter(torch._foreach_norm(others) if others else ())
+    return tuple(next(of_narrow if is_narrow else of_others) for is_narrow in narrow)
 
 
 def stepped_by_others(optimizer: Optimizer) -> bool:

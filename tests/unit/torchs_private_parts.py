@@ -300,6 +300,9 @@ def norms() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([float("nan")]), torch.tensor([[3.0, 4.0]]).bfloat16()]
     values = [norm.item() for norm in torch_internals.norms_of(tensors)]
     must(values[::2] == [5.0, 5.0] and values[1] != values[1], f"the norms are {values}")
+    large = [torch.full((16,), 3e4).half(), torch.ones(4, dtype=torch.float64), torch.full((16,), 3e4).half()]
+    values = [round(norm.item()) for norm in torch_internals.norms_of(large) if norm.isfinite()]
+    must(values == [120_000, 2, 120_000], f"the norms are {values}")
     must(torch_internals.norms_of([]) == (), "nothing has norms")
 
 
