@@ -152,12 +152,11 @@ def trained(steps: int) -> tuple[nn.Module, Optimizer]:
 
 @pytest.mark.parametrize(("there", "here"), [(3, 1), (2, 0)])
 def test_an_optimizer_that_was_used_before_goes_on_from_the_first_ranks_state(
-    there: int, here: int, postman: Postman, monkeypatch: pytest.MonkeyPatch
+    there: int, here: int, postman: Postman
 ) -> None:
     first, second = live(*trained(there)), live(*trained(here))
     joining.take_from_first(first)
     postman.become(1)
-    monkeypatch.setattr(postman, "any_rank", lambda vote, about: True)
     joining.take_from_first(second)
     for param, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         state, copied = first.own_optimizer.state[param], second.own_optimizer.state[other]  # type: ignore[union-attr]
@@ -301,3 +300,17 @@ def test_ranks_that_hold_other_optimizers_are_told_so(alone: Overheard, monkeypa
     )
     with pytest.raises(WorkloadError, match="hold different optimizers: class, groups or options differ"):
         trainer.join()
+
+
+def test_what_an_optimizer_without_state_counts_is_taken_over_by_a_sync(postman: Postman) -> None:
+    class Counting(SGD):
+        updates = 0
+
+    lives = []
+    for rank in range(2):
+        postman.become(rank)
+        model = nn.Linear(2, 2)
+        lives.append(live(model, Counting(model.parameters(), lr=0.1)))
+        vars(lives[rank].own_optimizer)["updates"] = 5 - rank
+        joining.make_alike(lives[rank])
+    assert [vars(one.own_optimizer)["updates"] for one in lives] == [5, 5]

@@ -46,7 +46,7 @@ def take_from_first(live: LiveModel) -> None:
     """
     here().broadcast(dict((*live.parts.named_parameters(), *live.parts.named_buffers())))
     _send_extra_states(live.parts)
-    if live.own_optimizer and here().any_rank(bool(live.own_optimizer.state), "optimizer state"):
+    if live.own_optimizer:
         Replicas(live.own_optimizer).follow_first()
 
 
