@@ -16,7 +16,9 @@ from torch.utils.data import TensorDataset
 
 from gpumem_nb.engine.copies import host_copy
 from gpumem_nb.engine.data.held_out import as_held_out
+from gpumem_nb.engine.step.buckets import ReductionConfig
 from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.engine.step.voting import StepOrder
 from gpumem_nb.engine.undo import step_undo
 from gpumem_nb.engine.undo.step_undo import ForwardState, ForwardUndo, UpdateUndo
 from gpumem_nb.memory.device import opened
@@ -337,7 +339,7 @@ def test_a_view_that_an_update_replaces_is_put_back_as_a_view() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_frozen_weight_that_the_optimizer_holds_is_not_copied_before_each_update(
+def test_a_frozen_weight_that_the_optimizer_holds_is_not_copied_and_needs_no_room_for_an_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     net = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 300), nn.Linear(300, 2))
@@ -350,7 +352,13 @@ def test_a_frozen_weight_that_the_optimizer_holds_is_not_copied_before_each_upda
 
     monkeypatch.setattr(step_undo, "host_copy", noted)
     workload = Workload("net", lambda: net, rows, loss, optimizer=lambda params: torch.optim.AdamW(net.parameters()))
-    trainer = Trainer(workload, stream(), opened(), time.time())
-    assert trainer.run(Chunk(Settings(batch_size=2, optimizer="own", learning_rate=0.001), 1, 1)).failure is None
+    device, held_out = opened(), as_held_out(TensorDataset(torch.ones(4, 4)))
+    trainer = Trainer(workload, stream(), device, time.time(), held_out)
+    settings = Settings(batch_size=2, optimizer="own", learning_rate=0.001)
+    reply = trainer.run(Chunk(settings, 1, 1, evaluate=True))
+    assert (reply.failure, reply.evaluated is None) == (None, False)
     assert id(net[0].weight) in copied
     assert id(net[1].weight) not in copied
+    order = StepOrder(1, False, 0, True, False, ReductionConfig.under(settings))
+    monkeypatch.setattr(device, "room", lambda: 3 * 300 * 300)  # less than once the frozen one
+    assert not trainer.stepper.update_may_fail(order)

@@ -25,6 +25,7 @@ from ..undo.step_undo import ForwardState, ForwardUndo, WrittenByForward
 from .ambient import Ambient, autocast
 from .failures import failure_of
 from .live_model import LiveModel
+from .optimizers import may_write
 from .own_loss import micro_batches
 from .parts import as_given, evaluating
 
@@ -154,7 +155,7 @@ def left_as_it_was(
     modules: Iterable[nn.Module], forward: ForwardState, live: LiveModel, written: WrittenByForward
 ) -> Iterator[None]:
     """All of these in eval mode inside; modes, weights, buffers, what forward keeps and random numbers as before."""
-    kept = written.before(live.parameters, live.parts.parameters(), copy=True)
+    kept = written.before(may_write(live.optimizer), live.parts.parameters(), copy=True)
     before = ForwardUndo(forward, kept)
     try:
         with evaluating(modules):

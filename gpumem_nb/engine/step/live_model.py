@@ -393,6 +393,6 @@ class LiveModel:
 
 
 def _add(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
-    """Let an optimizer train these too, at the rate of its first group: that of one by a knob's name is its only one."""
+    """Let an optimizer by a knob's name train these too, in the one group that it has: at the rate of the others."""
     known = set(map(id, in_groups(optimizer)))
     optimizer.param_groups[0]["params"] += [param for param in trained if id(param) not in known]

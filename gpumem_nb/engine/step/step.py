@@ -39,7 +39,7 @@ from .step_clock import UNDOING, StepClock
 from .voting import StepOrder, Voting
 
 MOST_ATTEMPTS = 4  # at one step, before the user's code is taken to change what it trains each time
-# Of the parameters: more than any of torch's optimizers allocates in an update, once it has its state.
+# Of what it writes: more than any of torch's optimizers allocates in an update, once it has its state.
 UPDATE_COPIES = 3
 _RESTLESS = (
     f"the ranks did not come to agree in {MOST_ATTEMPTS} attempts at this step: which weights are trained, or get a "
@@ -280,7 +280,7 @@ class Stepper:
         if room is None:
             return True
         # What is cached is room as well. Asked for only when it matters, because it takes a look at all blocks.
-        needed = UPDATE_COPIES * sum(param.nbytes for param in self._live.parameters)
+        needed = UPDATE_COPIES * sum(param.nbytes for param in optimizers.may_write(self._live.optimizer))
         return room < needed and room + self._device.releasable() < needed
 
     def _end(self, trial: bool, careful: bool, before: ForwardUndo | None) -> tuple[Failure | None, bool]:
