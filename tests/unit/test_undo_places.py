@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
+from gpumem_nb.engine import cells
 from gpumem_nb.engine.copies import host_copy
 from gpumem_nb.engine.data.held_out import as_held_out
+from gpumem_nb.engine.step.ballot import NUMBERS
 from gpumem_nb.engine.step.buckets import ReductionConfig
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.step.voting import StepOrder
@@ -25,6 +27,7 @@ from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
+from tests.links import Overheard
 from tests.unit.test_one_rank import alone as alone  # a fixture
 from tests.unit.test_one_rank import loss, rows, stream, tried
 
@@ -362,3 +365,34 @@ def test_a_frozen_weight_that_the_optimizer_holds_is_not_copied_and_needs_no_roo
     order = StepOrder(1, False, 0, True, False, ReductionConfig.under(settings))
     monkeypatch.setattr(device, "room", lambda: 3 * 300 * 300)  # less than once the frozen one
     assert not trainer.stepper.update_may_fail(order)
+
+
+def test_a_weight_that_is_frozen_on_one_rank_alone_is_put_back_after_an_update_that_failed(alone: Overheard) -> None:
+    net: Any = nn.Module()
+    net.large, net.small, net.table = nn.Linear(4, 100_000), nn.Linear(4, 4), nn.Embedding(2, 4, sparse=True)
+
+    def own(params: Any) -> torch.optim.Optimizer:
+        groups = [net.large.parameters(), net.small.parameters(), net.table.parameters()]
+        return torch.optim.AdamW([{"params": group} for group in groups])
+
+    def some(model: Any, batch: list[Tensor]) -> Tensor:
+        second = net.large if net.large.weight.requires_grad else net.table
+        x = batch[0] if second is net.large else torch.zeros(1, dtype=torch.long)
+        return cast(Tensor, net.small(batch[0]).square().mean() + second(x).square().mean())
+
+    def trained_elsewhere(name: str, tensors: Any) -> None:
+        for tensor in tensors:
+            if len(tensor) == NUMBERS + 1 + 5:
+                tensor[NUMBERS + 1] = 1  # it has a gradient elsewhere
+
+    settings = Settings(batch_size=2, optimizer="own", learning_rate=0.001)
+    trainer = Trainer(Workload("net", lambda: net, rows, some, optimizer=own), stream(), opened(), time.time())
+    assert trainer.run(Chunk(settings, 1, 1)).failure is None
+    net.large.weight.requires_grad_(False)
+    cells.one_more()
+    alone.on_send = trained_elsewhere
+    before = net.large.weight.clone()
+    reply = trainer.run(Chunk(settings, 1, 1))
+    assert reply.failure is not None
+    assert "sparse gradients" in reply.failure.message
+    assert torch.equal(net.large.weight, before)

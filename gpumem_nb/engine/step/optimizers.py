@@ -52,9 +52,13 @@ def from_torch(optimizer: Optimizer) -> bool:
 
 
 def may_write(optimizer: Optimizer) -> list[Tensor]:
-    """Return the weights that its updates may write: torch's own leave frozen ones alone, which have no gradient."""
+    """Return the weights that its updates may write: torch's own leave alone what has no gradient.
+
+    One that is frozen on this rank alone gets one from the others.
+    """
     params = list(in_groups(optimizer))
-    return [param for param in params if param.requires_grad] if from_torch(optimizer) else params
+    written = [param for param in params if param.requires_grad or param.grad is not None]
+    return written if from_torch(optimizer) else params
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:

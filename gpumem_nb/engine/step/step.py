@@ -317,8 +317,8 @@ class Stepper:
         try:
             self.enter(UNDOING)
             scaler_state = self._live.scaler.state_dict()  # which waits for the device: an error of its comes here
-            kept = before is not None and before.weights is not None and before.weights.of_trained
-            weights = () if kept else optimizers.may_write(self._live.optimizer)
+            kept = before.weights.copied if before and before.weights else ()
+            weights = (weight for weight in optimizers.may_write(self._live.optimizer) if id(weight) not in kept)
             undo = UpdateUndo(weights, self._live.optimizer, self._before_hooks())
             with step_hooks_held_back(self._live.optimizer, pre=False) as updates:
                 self._update()

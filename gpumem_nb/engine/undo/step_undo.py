@@ -159,7 +159,6 @@ class KeptWeights:
     Of ``watched`` ones it is known where torch counted that as a change.
 
     Attributes:
-        of_trained: all that is trained was copied.
         missed: those that were written and not copied, as far as is known after :meth:`put_back`.
     """
 
@@ -167,7 +166,6 @@ class KeptWeights:
         self._copied = [(weight, host_copy(weight)) for weight in copied]
         self._summed = [(weight, quick_checksum(weight)) for weight in summed]
         self._watched = [(weight, version(weight)) for weight in watched]
-        self.of_trained = False
         self.missed: list[Tensor] = []
 
     @classmethod
@@ -190,9 +188,7 @@ class KeptWeights:
         small = (weight for weight in frozen if weight.nbytes <= SMALL_BYTES)
         copied = list({id(weight): weight for weight in (*own, *few, *small)}.values())
         known = set(map(id, copied))
-        kept = cls(copied, (weight for weight in (*ours.values(), *frozen) if id(weight) not in known))
-        kept.of_trained = len(own) == len(ours)
-        return kept
+        return cls(copied, (weight for weight in (*ours.values(), *frozen) if id(weight) not in known))
 
     def written(self) -> list[Tensor]:
         """Those that hold something else by now; waits for the device."""
@@ -203,6 +199,11 @@ class KeptWeights:
         """Forward and backward are over: what comes is the update, which a question may take and undo."""
         self.missed += [weight for weight, before in self._watched if version(weight) != before]
         self._watched = []
+
+    @property
+    def copied(self) -> set[int]:
+        """The ids of those that :meth:`put_back` puts back."""
+        return {id(weight) for weight, _ in self._copied}
 
     @property
     def looked_after(self) -> set[int]:
