@@ -292,7 +292,7 @@ def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:
     try:
         if any(isinstance(value, Optimizer) and has_step_hooks(value) for value in objects.values()):
             path.unlink(missing_ok=True)
-            return "an optimizer loses its step hooks when it is pickled"
+            return "an optimizer loses its step hooks, and what stands in place of its step, when it is pickled"
         # torch pickles an optimizer without what only this one has.
         beside = {
             name: list(map(beside_state, with_inner(value)))

@@ -130,8 +130,8 @@ def _weights(facts: Facts, ddp: bool) -> Iterator[str]:
 def _optimizer(facts: Facts, settings: Settings, ddp: bool) -> Iterator[str]:
     if facts.optimizer_hooks and not ddp:
         yield (
-            "Hooks are registered around the optimizer's update, which hvd.DistributedOptimizer does not take over. "
-            "Export with --ddp (ddp=True), or remove them first."
+            "Hooks are registered around the optimizer's update, or its step was replaced, which "
+            "hvd.DistributedOptimizer does not take over. Export with --ddp (ddp=True), or undo that first."
         )
     if facts.optimizer_needs and settings.optimizer == OWN and not ddp:
         yield (

@@ -284,14 +284,15 @@ def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def stepped_by_others(optimizer: Optimizer) -> bool:
-    """Return whether the object's ``step`` was replaced by something else than a scheduler's counter."""
+    """Return whether the object's ``step`` was replaced by something else than a scheduler's counter around it."""
     step = vars(optimizer).get("step")
-    return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+    counts = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return step is not None and not counts
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks before or after this optimizer's update, or any optimizer's, are registered."""
-    return any((*_pre_hooks(optimizer), *_post_hooks(optimizer)))
+    """Return whether hooks around this optimizer's update, or any optimizer's, are registered, or its step replaced."""
+    return any((*_pre_hooks(optimizer), *_post_hooks(optimizer), stepped_by_others(optimizer)))
 
 
 def step_pre_hooks(optimizer: Optimizer) -> tuple[Any, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
+from gpumem_nb.engine.attach import save_objects
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.looks import splits_to_mean
@@ -237,3 +240,44 @@ def test_on_a_gpu_what_runs_out_beside_state_that_would_leave_does_not_say_that_
     assert found("cuda", True, 4000) == "error"
     assert found("cuda", True, 5000) == "oom", "it would not fit then either"
     assert found("cuda", False, 4000) == found("virtual", True, 4000) == "oom"
+
+
+@pytest.mark.parametrize("under_a_scheduler", [False, True])
+def test_what_stands_in_place_of_an_optimizers_step_is_undone_after_questions_and_where_it_fails(
+    under_a_scheduler: bool,
+) -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    own, average, updates, broken = torch.optim.Adam(net.parameters(), lr=0.01), copy.deepcopy(net), [0], [False]
+    plain_step = own.step
+
+    def step(self: Any, closure: Any = None) -> None:
+        plain_step()
+        updates[0] += 1
+        with torch.no_grad():
+            average[0].weight.lerp_(net[0].weight, 0.5)
+        if broken[0]:
+            raise RuntimeError("of the user's")
+
+    def content() -> list[Any]:
+        return [updates[0], *(param.tolist() for param in (*net.parameters(), *average.parameters()))]
+
+    own.step = MethodType(step, own)  # type: ignore[method-assign]
+    if under_a_scheduler:
+        torch.optim.lr_scheduler.ConstantLR(own)
+    device = opened()
+    device.set_limit(2**30)
+    try:
+        trainer = trainer_of(lambda params: own, model=lambda: net)
+        train(trainer, 2)
+        before = content()
+        forecast(trainer)
+        assert content() == before
+        broken[0] = True
+        failure = trainer.run(Chunk(OWN, 1, 1)).failure
+        assert content() == before
+        assert failure is not None
+        assert "of the user's" in failure.message
+    finally:
+        device.set_limit(None)
+    assert "step was replaced by another function" in trainer.info().notes[-1]
+    assert "what stands in place of its step" in save_objects({"own": own}, Path("/nowhere/at/all"), 2**40)

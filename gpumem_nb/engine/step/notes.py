@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import has_step_hooks
+from ...internals.torch_internals import has_step_hooks, stepped_by_others
 from ...memory.device import Device
 from ...shared.workload import Workload, WorkloadInfo
 from ..data.stream import Stream
@@ -63,7 +63,12 @@ def model_notes(live: LiveModel, loss: Callable[..., Any], ranks: int) -> tuple[
                 f"The optimizer keeps values outside of its state ({', '.join(kept)}): they are in no saved state. "
                 "Keep them in state[param]."
             )
-        if has_step_hooks(live.own_optimizer):
+        if stepped_by_others(live.own_optimizer):
+            said.append(
+                "The optimizer's step was replaced by another function: what that keeps is in no saved state. "
+                "register_step_post_hook runs a function after each update that counts."
+            )
+        elif has_step_hooks(live.own_optimizer):
             said.append(
                 "The optimizer has step hooks: they run for updates that count, and what they keep is in no saved "
                 "state. A scheduler is saved when it is named: scheduler=."

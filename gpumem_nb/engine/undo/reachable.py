@@ -228,7 +228,7 @@ class Reachable:
         for name, value in list(names.items()):
             if isinstance(value, Optimizer):
                 self._optimizer(value)
-            elif name != "step" and not name.startswith("_optimizer_"):  # which others have put around it
+            elif not name.startswith("_optimizer_"):  # which others have put around it
                 self._follow(value, _DEPTH, (id(optimizer), name))
 
     def _names(
