@@ -8,6 +8,7 @@ from torch import nn
 
 from gpumem_nb.engine.looks import sync_of_own
 from gpumem_nb.engine.step import joining
+from gpumem_nb.shared.errors import WorkloadError
 from tests.unit.test_joining import Postman, bits
 from tests.unit.test_joining import postman as postman
 from tests.unit.test_learning_rates import SCHEDULERS, Bench, set_rates
@@ -41,6 +42,25 @@ def test_ranks_with_other_rates_modes_and_positions_are_made_alike(
         bench.train(3)
     assert bits(second.model) == bits(first.model)
     assert [group["lr"] for group in second.own.param_groups] == [group["lr"] for group in first.own.param_groups]
+
+
+def test_ranks_whose_optimizers_sort_weights_into_other_groups_are_not_made_alike(
+    postman: Postman, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[list[int]] = []
+
+    def note(numbers: list[int], about: str) -> list[bool]:
+        compared.append(list(numbers))
+        return [len(compared) == 1 or numbers == compared[0]]
+
+    monkeypatch.setattr(joining, "alike", note)
+    first, second = Bench(), Bench()
+    group = second.own.param_groups[0]
+    second.own.add_param_group({"params": [group["params"].pop()]})
+    first.trainer.sync()
+    postman.become(1)
+    with pytest.raises(WorkloadError, match="sort them into other groups of the optimizer"):
+        second.trainer.sync()
 
 
 def test_samples_in_arrays_of_objects_are_not_compared_by_their_addresses() -> None:

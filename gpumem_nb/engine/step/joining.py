@@ -12,7 +12,7 @@ from ...shared.errors import WorkloadError, text_of
 from ..link.communicator import alike, here
 from .live_model import LiveModel
 from .optimizer_state import Replicas, extra_states, from_first
-from .parts import Parts, in_groups
+from .parts import Parts
 
 
 def check_alike(live: LiveModel) -> None:
@@ -57,11 +57,12 @@ def make_alike(live: LiveModel) -> None:
         WorkloadError: weights of other names or shapes, or something that cannot be sent; raised on all ranks.
     """
     used = [one for one in dict.fromkeys((live.own_optimizer, live.optimizer)) if one]
-    held = [_tensors(live.parts), *([tuple(param.shape) for param in in_groups(one)] for one in used)]
+    held = [_tensors(live.parts), *([list(map(_shape, group["params"])) for group in one.param_groups] for one in used)]
     if not all(alike([zlib.crc32(repr(held).encode())], "model")):
         raise WorkloadError(
-            "The ranks hold weights of different names, shapes or strides, so rank 0's cannot be given to the others. "
-            "Run the cell that changed the model or the optimizer on all ranks, or attach it again."
+            "The ranks hold weights of different names, shapes or strides, or sort them into other groups of the "
+            "optimizer, so rank 0's cannot be given to the others. Run the cell that changed the model or the "
+            "optimizer on all ranks, or attach it again."
         )
     live.resume_modes()  # a cell may have called eval() on one rank alone
     take_from_first(live)
@@ -102,6 +103,11 @@ def _tensors(parts: Parts) -> list[Any]:
     named = (*parts.named_parameters(), *parts.named_buffers())
     described = ((name, tuple(tensor.shape), str(tensor.dtype), _strides(tensor)) for name, tensor in named)
     return [*described, *extra_states(parts)]
+
+
+def _shape(param: Any) -> str:
+    """Return that of what lies in a group, where a cell may have put anything."""
+    return str(getattr(param, "shape", None))
 
 
 def _strides(tensor: Tensor) -> list[int]:
