@@ -70,6 +70,28 @@ def test_a_step_that_was_not_done_comes_again_in_any_size() -> None:
     assert step([stream], 3) == [8, 9, 10]
 
 
+class Images(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return ({"x": torch.full((1,), 255.0 * number), "text": [number]} for number in range(8))
+
+
+def in_place(samples: list[dict[str, Any]]) -> Tensor:
+    return torch.cat([sample["x"].div_(255) for sample in samples])
+
+
+def taken_out(samples: list[dict[str, Any]]) -> Tensor:
+    return torch.tensor([sample.pop("text").pop() for sample in samples])
+
+
+@pytest.mark.parametrize("collate", [in_place, taken_out])
+def test_a_step_that_comes_again_finds_its_samples_as_they_were_whatever_their_collation_changes(collate: Any) -> None:
+    (stream,) = streams(DataLoader(Images(), batch_size=2, collate_fn=collate), 1)
+    for _ in range(2):
+        assert [batch.tolist() for batch in stream.micro_batches(2, 2)] == [[0, 1], [2, 3]]
+    stream.advance(2, 2)
+    assert step([stream], 2) == [4, 5]
+
+
 @pytest.mark.parametrize("before", [3, 9, 12])
 @pytest.mark.parametrize("after", [2, 3])
 def test_training_that_is_resumed_finds_its_place(before: int, after: int) -> None:

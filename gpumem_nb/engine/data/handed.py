@@ -212,6 +212,11 @@ def collated_copies(collate: Collate, samples: Sequence[Any]) -> Any:
     return collate([_copied(sample) for sample in samples])
 
 
+def takes_nothing_out(collate: Collate) -> bool:
+    """Return whether samples stay as they are, because no code of the user's own makes a micro-batch of them."""
+    return collate is default_collate or collate is _only
+
+
 def _copied(sample: Any) -> Any:
     try:
         return copy.deepcopy(sample)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ...shared.units import DEFAULT_SEED
 from ..copies import host_copy
 from ..random_state import RandomState, begin_on_host, set_aside
 from .fetching import collated, no_fault_of_a_sample
-from .handed import Collate, check_repeatable, handed_over
+from .handed import Collate, check_repeatable, collated_copies, handed_over, takes_nothing_out
 from .stream import ShardedStream, Stream
 
 
@@ -73,15 +74,17 @@ class IterableStream(Stream):
         """The ``count`` collated micro-batches of this rank's next step. The position stays until :meth:`advance`."""
         places = self._places(batch_size)
         self.foreign = self.info.batched
+        # An undone step takes what is kept again.
+        collate = self.collate if takes_nothing_out(self.collate) else partial(collated_copies, self.collate)
         for start in range(0, places * count, places):
             self._read_ahead(start + places)
             items = [self._kept[index].item for index in range(start, start + places)]
             if not self.draws:
-                yield collated(self.collate, items)
+                yield collated(collate, items)
                 continue
             with set_aside():
                 begin_on_host(self.seed, self.position + start * self.size + self.rank, "batch")
-                batch = collated(self.collate, items)
+                batch = collated(collate, items)
             yield batch
 
     def advance(self, batch_size: int, count: int) -> None:
