@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
+from collections import ChainMap, UserList
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -80,6 +82,25 @@ def test_containers_in_classes_objects_and_functions_are_put_back(kind: Callable
         undo.undo()
         assert told() == before
         net(torch.ones(2, WIDTH))
+
+
+class Lines(list[int]):
+    """A container of the user's own, with attributes."""
+
+    total = 0
+
+
+@pytest.mark.parametrize("kept", [Lines(), Namespace(total=0), ChainMap({"total": 0}), UserList([1])])
+def test_attributes_of_containers_and_namespaces_are_put_back(kept: Any) -> None:
+    net, held = nn.Linear(WIDTH, WIDTH), kept if isinstance(kept, ChainMap) else vars(kept)
+    cast(Any, net).kept = kept
+    cast(Any, net).ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    state = ForwardState([net], loss)
+    for total in (1, 2):
+        undo = ForwardUndo(state)
+        held["total"] = total
+        undo.undo()
+        assert held.get("total", 0) == 0
 
 
 class Program:

@@ -129,7 +129,7 @@ def can_be_filled(tensor: Tensor) -> bool:
     return (
         _has_memory(type(tensor))
         and tensor.layout is torch.strided
-        and not tensor.is_meta
+        and not (tensor.is_meta or tensor.is_nested)
         and tensor.numel() > 0
         and all(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     )

@@ -8,7 +8,8 @@ import inspect
 import random
 import sys
 import sysconfig
-from collections import UserDict, UserList, deque
+from argparse import Namespace
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import is_
@@ -179,6 +180,7 @@ class Reachable:
         elif isinstance(value, CONTAINERS):
             self.places.append(Items(value, key))
             self._elements(value, depth - _CONTAINER, key)
+            self._attributes(value, depth)
         elif isinstance(value, tuple):
             self._elements(value, depth, key)
         elif isinstance(value, GENERATORS):
@@ -195,7 +197,12 @@ class Reachable:
             self._elements((value.__func__, value.__self__), depth, key)
         elif isinstance(value, functools.partial):
             self._elements((value.func, *value.args, *value.keywords.values()), depth, key)
-        elif _is_open(type(value)):
+        else:
+            self._attributes(value, depth)
+
+    def _attributes(self, value: Any, depth: int) -> None:
+        """Look into what an object holds, which may be a container of the user's own class."""
+        if _is_open(type(value)):
             self._class(type(value))
             if isinstance(names := _Attributes(value)["__dict__"], dict):
                 self._names(names, names, depth - _OBJECT, id(value), frozenset())
@@ -387,7 +394,7 @@ def _is_own(thing: type | ModuleType) -> bool:
 
 def _is_open(kind: type) -> bool:
     """Return whether attributes of such an object are looked after."""
-    if kind in (SimpleNamespace, UserDict, UserList):
+    if kind in (SimpleNamespace, Namespace, UserDict, UserList, ChainMap):
         return True
     # Hugging Face's configurations, known by ``model_type``: a hundred attributes that forward only reads.
     return _package(kind) not in _CLOSED and not hasattr(kind, "model_type")
