@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..internals.torch_internals import MODULES_OWN
 from ..memory.device import Device, opened
 from ..memory.leaks.holders import saved_in
-from ..memory.tensors import PLAIN, attributes
+from ..memory.tensors import PLAIN, attributes, dense_parts
 from ..shared import cluster_records
 from ..shared.categories import GRADIENTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 from ..shared.errors import StartError
@@ -152,7 +152,7 @@ def tensors_of(value: Any) -> list[Tensor]:
             continue
         seen.add(id(part))
         if isinstance(part, Tensor):
-            found.append(part)
+            found += dense_parts(part)
         elif isinstance(part, list | tuple | deque | set):
             parts.extend(part)
         elif isinstance(part, Mapping):

@@ -23,6 +23,7 @@ from ..shared.readings import METRICS
 from ..shared.state_file import why_kept
 from ..shared.units import format_bytes
 from .ledger.events import TensorLog
+from .tensors import storage_of
 from .virtual_gpu.build import build
 
 
@@ -213,7 +214,7 @@ class CudaDevice:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on this GPU."""
-        return tensor.device == self.torch_device
+        return tensor.device == self.torch_device and storage_of(tensor) is not None
 
     @contextmanager
     def exempt(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..internals.torch_internals import address
 
@@ -58,6 +59,23 @@ def attributes(value: Any) -> dict[str, Any] | None:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return where a tensor's numbers lie; ``None`` for a sparse one, or of a lazy layer that has no shape yet."""
+    return None if is_lazy(tensor) or tensor.layout is not torch.strided else tensor.untyped_storage()
+
+
+_INSIDE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return a tensor itself, or those of which a sparse one is made."""
+    return [getattr(tensor, name)() for name in _INSIDE.get(tensor.layout, ())] or [tensor]
+
+
 def tensors_of_this_process() -> Iterator[torch.Tensor]:
     """Yield all tensors that Python knows, and gradients."""
     # Python cannot finish a tuple that another thread is building while something holds it: no thread but this runs.
@@ -78,6 +96,6 @@ def tensors_by_storage(addresses: set[int]) -> dict[int, list[torch.Tensor]]:
     """Return the tensors of this process that lie in these storages, by the address of each."""
     found: dict[int, list[torch.Tensor]] = {place: [] for place in addresses}
     for tensor in tensors_of_this_process():
-        if tensor.layout is torch.strided and (place := address(tensor.untyped_storage())) in found:
+        if (storage := storage_of(tensor)) is not None and (place := address(storage)) in found:
             found[place].append(tensor)
     return found

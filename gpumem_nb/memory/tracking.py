@@ -21,7 +21,7 @@ from .device import opened
 from .leaks.births import Birth, Births
 from .leaks.holders import Holders, holder_on
 from .ledger.recorder import Recorder
-from .tensors import tensors_by_storage
+from .tensors import storage_of, tensors_by_storage
 
 MOST_LEFT = 10  # tensors that are named, the largest ones
 
@@ -143,7 +143,7 @@ def _claim_all(recorder: Recorder) -> set[int]:
     params = [param for module in _modules() for param in module.parameters()]
     recorder.claim_model(params, state)
     values = [value for of_param in state.values() for value in of_param.values() if isinstance(value, Tensor)]
-    return {address(tensor.untyped_storage()) for tensor in [*params, *values]}
+    return {address(storage) for tensor in [*params, *values] if (storage := storage_of(tensor)) is not None}
 
 
 def _left(births: list[Birth]) -> Iterator[Left]:

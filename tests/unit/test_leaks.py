@@ -89,6 +89,12 @@ def test_a_graph_names_the_outermost_tensor() -> None:
     assert Graphs([outer]).root_of_storage(saved) is None, "backward gave it up"
 
 
+def test_a_graph_that_saved_a_sparse_tensor_names_its_root_too() -> None:
+    inner = (torch.ones(4, 1, requires_grad=True) * 2).exp()
+    outer = torch.sparse.mm(torch.eye(4).to_sparse(), inner).square()
+    assert Graphs([outer]).root_of_storage(inner.untyped_storage()._cdata) is outer
+
+
 def test_births_are_storages_that_operators_make_and_die_with_them() -> None:
     births = Births(torch.device("cpu"))
     before = torch.ones(8)

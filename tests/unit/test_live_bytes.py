@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from gpumem_nb.engine import rank
 from gpumem_nb.engine.cells import OfferedNames
-from gpumem_nb.engine.device_look import live_bytes
+from gpumem_nb.engine.device_look import LiveHolders, live_bytes
+from gpumem_nb.memory.cuda import CudaDevice
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.planning.doctor.evidence import OnRank
 from gpumem_nb.planning.doctor.rules import findings
@@ -59,6 +61,16 @@ def test_what_graphs_keep_counts_with_the_variable_and_weights_inputs_and_data_d
     assert held_by_cells(found).startswith("Variables of cells hold memory: losses 14.1 MiB. losses keeps what a")
     del losses, variables["losses"]
     assert held_by_cells(live_bytes(trained, {"model": model})) == ""
+
+
+def test_sparse_tensors_count_with_their_parts_and_lazy_layers_stop_nothing(gpu: VirtualGPU) -> None:
+    graph = torch.eye(64).to_sparse()
+    of_graph = graph._indices().nbytes + graph._values().nbytes
+    on_a_gpu = CudaDevice.__new__(CudaDevice)
+    on_a_gpu.torch_device = torch.device("cpu")
+    variables = {"lazy": nn.LazyLinear(3), "graph": graph, "rows": torch.eye(8).to_sparse_csr()}
+    for device in (gpu, on_a_gpu):
+        assert LiveHolders(device, None, variables).variables[0] == ("graph", of_graph)
 
 
 def test_a_step_that_runs_out_of_memory_says_which_variables_hold_it(

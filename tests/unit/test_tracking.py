@@ -71,3 +71,11 @@ def test_one_inside_another_is_refused() -> None:
     with memory.track() as report:
         pass
     assert report.after == report.before
+
+
+def test_lazy_layers_and_sparse_tensors_do_not_stop_the_report() -> None:
+    lazy, net = nn.LazyLinear(3), nn.Linear(4, 2)
+    with memory.track() as report:
+        out = torch.sparse.mm(torch.eye(4).to_sparse(), net(torch.ones(4, 4)))
+    assert isinstance(lazy.weight, nn.UninitializedParameter)
+    assert tuple(out.shape) in [left.shape for left in report.left]

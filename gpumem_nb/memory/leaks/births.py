@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...internals.torch_internals import FILES_AROUND_MODES, TorchDispatchMode, address
-from ..tensors import tensors_in
+from ..tensors import storage_of, tensors_in
 
 _PACKAGE = str(Path(__file__).parents[2])
 # The innermost frame outside of all of these is the user's own code.
@@ -114,8 +114,8 @@ class Births(TorchDispatchMode):
 
     def _storages(self, values: list[Any]) -> Iterator[tuple[Tensor, int]]:
         for tensor in tensors_in(values):
-            if tensor.layout is torch.strided and tensor.device == self._device:
-                yield tensor, address(tensor.untyped_storage())
+            if tensor.device == self._device and (storage := storage_of(tensor)) is not None:
+                yield tensor, address(storage)
 
 
 def _innermost(frame: FrameType | None, outermost: int) -> tuple[CodeType | None, int]:

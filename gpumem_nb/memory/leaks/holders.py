@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...internals.torch_internals import address, saved_raw
+from ..tensors import storage_of
 
 LEVELS = 16  # of containers in containers; an attribute or a closure takes two
 OBJECTS_AT_A_LEVEL = 100
@@ -315,7 +316,8 @@ class Graphs:
         for saved in saved_raw(node):
             held = saved.data  # as it lies there: unpacking could run the model again
             if isinstance(held, Tensor):
-                self._storages.setdefault(address(held.untyped_storage()), number)
+                if (storage := storage_of(held)) is not None:
+                    self._storages.setdefault(address(storage), number)
             elif held is not None:
                 self._objects[id(held)] = number
             if saved.unpack_hook is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...internals.torch_internals import TorchDispatchMode, address
 from ...shared.allocator_settings import DEFAULT, AllocatorSettings
-from ..tensors import tensors_in
+from ..tensors import storage_of, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,9 @@ class TensorLog:
 
     def known(self, tensor: Tensor, new: bool = False) -> Known | None:
         """Return the storage of a tensor, ``new`` if an operator has made it; ``None`` for one of another device."""
-        if tensor.layout is not torch.strided or tensor.device != self._device:
+        storage = storage_of(tensor) if tensor.device == self._device else None
+        if storage is None:
             return None
-        storage = tensor.untyped_storage()
         known = self._known.get(address(storage))
         if known is None or known() is None:
             known = Known(storage, self._died)

@@ -21,6 +21,7 @@ from ...shared.errors import InvalidInput, SetupError
 from ...shared.messages import Reading
 from ...shared.units import format_bytes
 from ..ledger.events import Base, Events
+from ..tensors import storage_of
 from .build import build
 
 Ints = NDArray[np.int64]
@@ -96,9 +97,8 @@ class AllocatorLog:
 
     def allocation(self, tensor: Tensor) -> int:
         """Return the number of the allocation in which a tensor lies; 0 for one that was not counted."""
-        if tensor.layout is not torch.strided:
-            return 0
-        return int(self._library.gpumem_allocation(address(tensor.untyped_storage())))
+        storage = storage_of(tensor)
+        return 0 if storage is None else int(self._library.gpumem_allocation(address(storage)))
 
     def end(self) -> Events:
         """Return what happened since :meth:`begin`; nothing when it has been asked before."""
@@ -199,8 +199,8 @@ class VirtualGPU:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is counted here."""
-        strided = tensor.layout is torch.strided and tensor.device.type == "cpu"
-        return strided and self._library.gpumem_allocation(address(tensor.untyped_storage())) != 0
+        storage = storage_of(tensor) if tensor.device.type == "cpu" else None
+        return storage is not None and self._library.gpumem_allocation(address(storage)) != 0
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
