@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict, UserList, deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -50,6 +51,27 @@ class Net(nn.Module):
 
 def mean_square(net: nn.Module, x: Tensor) -> Tensor:
     return cast(Tensor, net(x)).square().mean()
+
+
+class Counting(Block):
+    """Counts in what it is given beside its input, and depends on that."""
+
+    def forward(self, x: Tensor, seen: Any = None) -> Tensor:
+        out = cast(Tensor, super().forward(x)) * len(seen)
+        seen.update({out.detach(): None}) if isinstance(seen, dict) else seen.append(out.detach())
+        return out
+
+
+class Sharing(Net):
+    def __init__(self, shared: Callable[[list[int]], Any]) -> None:
+        super().__init__(Counting)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, seen = self.first(x), self.shared([1])
+        for block in self.blocks:
+            x = block(x, seen)
+        return x
 
 
 def steps(make: Callable[[], nn.Module], loss: Loss, mode: str | None, count: int = 2) -> list[Any]:
@@ -207,6 +229,12 @@ class Sometimes(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x) * (1 if self.calls < 3 else float(np.random.rand()))
+
+
+@pytest.mark.parametrize("shared", [list, deque, OrderedDict.fromkeys, UserList])
+@pytest.mark.parametrize("mode", ["blocks", "sqrt"])
+def test_containers_that_blocks_are_given_and_fill_are_as_they_were(shared: Any, mode: str) -> None:
+    assert same(steps(lambda: Sharing(shared), mean_square, mode), steps(lambda: Sharing(shared), mean_square, None))
 
 
 def test_random_numbers_drawn_late_are_refused_once() -> None:

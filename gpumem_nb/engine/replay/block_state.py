@@ -21,7 +21,7 @@ from ..copies import refill
 from ..random_state import RandomState
 from ..undo.changing import Changing, Key, can_be_filled
 from ..undo.python_state import PythonSnapshot, PythonState
-from ..undo.reachable import CONTAINERS, PLAIN, Holding, given
+from ..undo.reachable import PLAIN, Holding, elements_of, given
 
 OTHERWISE = "Use checkpointing=none, or make the block depend on nothing but its inputs."
 SOMETHING_ELSE = "run a second time it did something else than the first time"
@@ -299,11 +299,9 @@ def _saved_clones(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _objects_among(inputs: Any) -> list[PythonState]:
-    """Return the state of arguments that are neither tensors nor plain values, such as a cache of keys and values."""
+    """Return the state of arguments beside tensors and plain values: of a cache of keys and values, say, or a deque."""
     if type(inputs) in PLAIN and not isinstance(inputs, tuple):
         return []
-    if isinstance(inputs, dict):
-        return [found for value in inputs.values() for found in _objects_among(value)]
-    if isinstance(inputs, (tuple, *CONTAINERS)):
-        return [found for value in inputs for found in _objects_among(value)]
+    if isinstance(inputs, tuple) or type(inputs) in (dict, list):  # of which a call keeps copies
+        return [found for value in elements_of(inputs) for found in _objects_among(value)]
     return [PythonState(lambda: [inputs])]
