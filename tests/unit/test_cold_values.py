@@ -111,6 +111,22 @@ def test_a_model_that_asks_in_each_step_takes_small_ones_on_the_cpu(model: Calla
     assert asks.low_bytes <= plain.reserved_peak_bytes <= asks.high_bytes
 
 
+class Cut(Plain):
+    def forward(self, inputs: Tensor, lengths: Tensor | None = None) -> Tensor:
+        assert lengths is not None
+        return super().forward(inputs[:, : int(lengths.max())])
+
+
+def test_steps_on_the_cpu_have_the_values_of_the_samples() -> None:
+    def said(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return model(*batch).mean()  # type: ignore[no-any-return]
+
+    texts = gm.Workload("texts", Cut, lambda: [(sample, LENGTH) for sample in samples()], said)
+    found = gm.predict(texts, gpu="A100-40GB", batch_size=SAMPLES)
+    assert isinstance(found, Prediction)
+    assert found.live_peak_bytes == pytest.approx(predict(Plain).live_peak_bytes, rel=0.15)
+
+
 def run(model: Callable[[], nn.Module]) -> answer._Run:
     return answer._Run(workload(model), Batches(samples()), Settings(batch_size=2), Kernels(True, 0))
 

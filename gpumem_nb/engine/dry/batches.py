@@ -1,4 +1,4 @@
-"""Micro-batches of any size without their memory: shapes that follow from three small ones."""
+"""Micro-batches of any size without their memory: shapes that follow from three small ones, which are there whole."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 
 from ...shared.errors import WorkloadError, text_of
 from ...shared.units import DEFAULT_SEED
+from ..data.fetching import to_device
 from ..data.handed import Handed, check_repeatable, collated_copies, do_not_go_together, handed_over, rows, samples_at
 from ..data.sizes import shapes, size
 
@@ -113,16 +114,18 @@ class Batches:
             self._small = [_collated(handed, [largest])] * len(_SMALL)
             self.varies = shapes(smallest) != shapes(largest)
             return
+        sample = worst
         try:
-            self._small = [_collated(handed, [worst] * size) for size in _SMALL]
+            self._small = [_collated(handed, [sample] * size) for size in _SMALL]
         except WorkloadError:  # parts of several samples need not go together
-            self._small = [_collated(handed, [largest] * size) for size in _SMALL]
+            sample = largest
+            self._small = [_collated(handed, [sample] * size) for size in _SMALL]
         # What is padded to one length, or brought to one size, is no different.
         self.varies = shapes(_collated(handed, [smallest] * _SMALL[0])) != shapes(self._small[0])
         try:
             _collated(handed, [smallest, largest])
         except WorkloadError as error:
-            self._apart = error
+            self._apart, self._small = error, [_collated(handed, [sample])] * len(_SMALL)
 
     @property
     def fixed(self) -> bool:
@@ -138,6 +141,17 @@ class Batches:
         if self._apart and size > 1:
             raise self._apart
         return _like(self._small, size)
+
+    def real(self, size: int) -> Any:
+        """Return such a micro-batch, small or the only one, with its values: a model may ask for them, say for lengths.
+
+        Raises:
+            WorkloadError: samples do not go together.
+        """
+        if self._apart and size > 1:
+            raise self._apart
+        made = self._small[_SMALL.index(size) if size in _SMALL else 0]
+        return to_device(made, torch.device("cpu"), copy=True)
 
 
 def _collated(handed: Handed, samples: Sequence[Any]) -> Any:

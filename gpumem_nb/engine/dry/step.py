@@ -177,7 +177,8 @@ class DryStep:
         settings, count = self._settings, self._settings.accumulation_steps
         self._mark("data")
         total = torch.zeros((), dtype=torch.float32)
-        coming = (self._batches.of(batch_size) for _ in range(count))
+        taken = self._batches.of if self._fake else self._batches.real
+        coming = (taken(batch_size) for _ in range(count))
         for batch in micro_batches(self._workload.loss, self.model, coming, count):
             if Recorder.current:
                 Recorder.current.claim(INPUTS, tensors_in(batch))
