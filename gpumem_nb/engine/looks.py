@@ -30,7 +30,7 @@ from .cells import attached_names
 from .copies import checksum
 from .data.stream import ShardedStream
 from .link.communicator import here
-from .random_state import begin_on_host, seeded, set_aside
+from .random_state import begin_at, seeded, set_aside
 from .step.parts import evaluating
 from .step.step import Looks
 from .step.trials import NO_CONFIGURATION
@@ -303,7 +303,7 @@ def _as_numbers(keys: Any) -> tuple[tuple[int, ...], bool]:
 def _of_dataset(dataset: Any) -> int | None:
     """Return a checksum of its first, middle and last sample."""
     with suppress(Exception):  # it need not be indexed by numbers
-        begin_on_host(0, 0)  # what is random in a sample is then the same for all
+        begin_at(0, 0)  # what is random in a sample is then the same for all
         return _content([dataset[place] for place in (0, len(dataset) // 2, len(dataset) - 1)])
     return None
 

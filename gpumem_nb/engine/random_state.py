@@ -71,10 +71,15 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def begin_on_host(*numbers: object) -> None:
-    """Let the host's random numbers, which samples draw, begin at a seed made of these numbers."""
+def begin_at(*numbers: object) -> None:
+    """Let random numbers, which samples and their order draw, begin at a seed made of these numbers.
+
+    Those of the current GPU too: samplers draw there once a cell has made it torch's default device.
+    """
     seed = zlib.crc32(repr(numbers).encode())
     torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 

@@ -126,6 +126,23 @@ def test_a_sampler_of_ones_own_draws_alike_and_leaves_random_numbers_alone() -> 
     assert len({tuple(epoch(loader, number)) for number in range(5)}) > 1
 
 
+def test_an_order_that_is_drawn_on_a_gpu_follows_from_seed_and_epoch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.Generator()  # stands for that of the current one
+    own = {"get_rng_state": gpu.get_state, "set_rng_state": gpu.set_state, "manual_seed": gpu.manual_seed}
+    for name, stand_in in {"is_initialized": lambda: True, **own}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    class OnGpu(Drawing):
+        def __iter__(self) -> Iterator[int]:
+            yield from torch.randperm(4, generator=gpu).tolist()
+
+    loader = DataLoader(ROWS, sampler=OnGpu())
+    orders = [epoch(loader, number) for number in range(6)]
+    gpu.manual_seed(7)  # ranks draw different numbers for dropout
+    assert [epoch(loader, number) for number in range(6)] == orders
+    assert len(set(map(tuple, orders))) > 1
+
+
 class Restless(Sampler[int]):
     def __init__(self) -> None:
         self.calls = 0

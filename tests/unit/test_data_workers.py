@@ -80,6 +80,24 @@ def test_samples_are_the_same_however_many_workers_fetch_them(make: Make) -> Non
     assert len(take(two)[1] - {os.getpid()}) == 2, "workers take turns, a micro-batch each"
 
 
+class OnHost(Numbered):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((), float(os.getpid()), device="cpu")
+
+
+def test_workers_begin_where_a_cell_has_made_a_gpu_torchs_default_device(make: Make) -> None:
+    stream = make(OnHost(), num_workers=1)
+    torch.set_default_device("meta")
+    try:
+        for _ in range(2):
+            stream.make_ready(2, 1)
+            [batch] = stream.micro_batches(2, 1)
+            stream.advance(2, 1)
+    finally:
+        torch.set_default_device(None)
+    assert os.getpid() not in set(map(int, batch))
+
+
 def test_the_first_step_of_a_size_is_the_ranks_own_because_it_may_be_a_trial(make: Make) -> None:
     stream = make(num_workers=1)
     first, second = take(stream)[1], take(stream)[1]

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from ...memory.tensors import attributes
 from ...shared.errors import WorkloadError, text_of
 from ..link.communicator import here
-from ..random_state import begin_on_host, set_aside
+from ..random_state import begin_at, set_aside
 from .handed import Collate, do_not_go_together, samples_at
 
 
@@ -69,7 +69,7 @@ class Fetcher:
     def _batch(self, task: Task) -> tuple[Any, tuple[str, ...]]:
         samples, bad = self._samples(task)
         if self.seed is not None:
-            begin_on_host(self.seed, task.place, "batch")
+            begin_at(self.seed, task.place, "batch")
         return collated(self.collate, samples), tuple(bad)
 
     def _samples(self, task: Task) -> tuple[list[Any], list[str]]:
@@ -92,7 +92,7 @@ class Fetcher:
         in_tables = hasattr(self.dataset, "__getitems__")
         for offset, index in enumerate(task.indices):
             if self.seed is not None:
-                begin_on_host(self.seed, task.place + offset)
+                begin_at(self.seed, task.place + offset)
             try:
                 samples += samples_at(self.dataset, [index]) if in_tables else (self.dataset[index],)
             except Exception as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...shared.errors import WorkloadError, text_of
 from ...shared.units import DEFAULT_SEED
 from ..copies import host_copy
-from ..random_state import RandomState, begin_on_host, set_aside
+from ..random_state import RandomState, begin_at, set_aside
 from .fetching import collated, no_fault_of_a_sample
 from .handed import Collate, check_repeatable, collated_copies, handed_over, takes_nothing_out
 from .stream import ShardedStream, Stream
@@ -83,7 +83,7 @@ class IterableStream(Stream):
                 yield collated(collate, items)
                 continue
             with set_aside():
-                begin_on_host(self.seed, self.position + start * self.size + self.rank, "batch")
+                begin_at(self.seed, self.position + start * self.size + self.rank, "batch")
                 batch = collated(collate, items)
             yield batch
 
@@ -130,7 +130,7 @@ class IterableStream(Stream):
             self._pass, self._pass_start, self._iterator = self._pass + 1, self._read, None
 
     def _begun(self, number: int) -> Iterator[Any]:
-        begin_on_host(self.seed, number, "pass")
+        begin_at(self.seed, number, "pass")
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(number)
         return iter(self.dataset)

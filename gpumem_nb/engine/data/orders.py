@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from ...shared.errors import WorkloadError
-from ..random_state import begin_on_host, set_aside
+from ..random_state import begin_at, set_aside
 
 Order = Callable[[int, int], Sequence[Any]]
 """``order(seed, epoch)`` gives the indices of all samples of an epoch; the same ones whenever it is asked."""
@@ -119,7 +119,7 @@ class _Drawn:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         with set_aside(), self._own_generator(epoch):
-            begin_on_host(seed, epoch)
+            begin_at(seed, epoch)
             indices = list(islice(self._sampler, self._length + 1))
         if len(indices) > self._length:
             raise WorkloadError(f"{self.name} gives more than the {self._length} samples that its length promises.")

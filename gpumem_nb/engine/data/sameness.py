@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...shared.errors import WorkloadError, text_of
 from ..link.communicator import here
-from ..random_state import RandomState, begin_on_host, set_aside
+from ..random_state import RandomState, begin_at, set_aside
 from . import orders
 from .handed import Collate, collated_copies, rows, samples_at
 from .held_out import HeldOut
@@ -139,7 +139,7 @@ def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:
     errors: list[Exception] = []
     digest, draws = 0, False
     for index in indices:
-        begin_on_host("look", index)
+        begin_at("look", index)
         before = RandomState.take()
         try:
             found = samples_at(dataset, [index])

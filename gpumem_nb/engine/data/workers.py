@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -76,7 +76,7 @@ class Workers:
         assert self._loader is not None
         self._coming.tasks = coming
         others = set(multiprocessing.active_children()) - self._processes
-        with self._ended_if_it_fails(), _signals_left_alone():
+        with self._ended_if_it_fails(), _signals_left_alone(), _on_the_host():
             try:
                 self._iterator = iter(self._loader)
             finally:
@@ -188,6 +188,11 @@ class _Begin:
             os._exit(1)
         if self.then:
             self.then(worker)
+
+
+def _on_the_host() -> AbstractContextManager[object]:
+    """Where torch draws a seed by a generator of the host's, though a cell may have made a GPU its default device."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _as_it_is(batch: Any) -> Any:
