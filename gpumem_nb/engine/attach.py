@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
+from ..internals.cloudpickle_internals import IntoMain
 from ..internals.torch_internals import has_step_hooks
 from ..memory.device import Device
 from ..shared import snapshot_folder
@@ -320,6 +321,8 @@ def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:
 def load_objects(path: Path, device: Device) -> dict[str, Any]:
     """Return the objects that :func:`save_objects` wrote; what lay on rank 0's GPU lies on this rank's.
 
+    Functions of cells have the variables of cells again, so that what a cell sets later reaches a loss as before.
+
     The file lies in a folder that its owner alone can write to.
 
     Raises:
@@ -331,7 +334,8 @@ def load_objects(path: Path, device: Device) -> dict[str, Any]:
 
     try:
         with device.exempt():
-            objects, beside = torch.load(path, map_location=place, weights_only=False)
+            pickles = SimpleNamespace(__name__="pickle", Unpickler=IntoMain)
+            objects, beside = torch.load(path, map_location=place, pickle_module=pickles, weights_only=False)
         for name, (own, *of_inner) in beside.items():
             vars(objects[name]).update(own)  # the inner ones among it
             for one, kept in zip(with_inner(objects[name])[1:], of_inner, strict=True):

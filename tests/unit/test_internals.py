@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import io
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import ipyparallel
 import ipyparallel.cluster.launcher
 import ipyparallel.engine.kernel
@@ -32,6 +34,7 @@ from plotly import graph_objects
 
 import gpumem_nb
 from gpumem_nb.internals import (
+    cloudpickle_internals,
     horovod_internals,
     ipykernel_internals,
     ipyparallel_internals,
@@ -55,6 +58,22 @@ def moved(package: str, what: str) -> Iterator[None]:
             f"{package} {version(package)}: {what} has moved ({type(error).__name__}: {error}). "
             f"gpumem_nb/internals/{package}_internals.py was checked with {checked_with}."
         ) from error
+
+
+# cloudpickle ----------------------------------------------------------------------------------------------------
+
+
+@checks("cloudpickle", "how functions are made anew")
+def _made_functions() -> None:
+    cells = {"__name__": "__main__", "scale": 2}
+    exec("def scaled(x): return x * scale", cells)
+    made = cloudpickle.dumps(cells["scaled"])
+    main = vars(sys.modules["__main__"])
+    try:
+        scaled = cloudpickle_internals.IntoMain(io.BytesIO(made)).load()
+        must(scaled.__globals__ is main and main["scale"] == 2, "its variables are those of __main__")
+    finally:
+        main.pop("scale", None)
 
 
 # Horovod --------------------------------------------------------------------------------------------------------

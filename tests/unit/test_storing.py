@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,24 @@ def test_weights_that_share_memory_share_it_in_attached_objects_that_came_back(t
     one, other = attach.load_objects(path, opened())["net"]
     one.weight.data.fill_(5)
     assert torch.equal(other.weight, one.weight)
+
+
+def test_functions_of_cells_that_came_back_have_the_variables_of_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = vars(sys.modules["__main__"])
+    for name in ("SCALE", "half", "penalty", "rank"):
+        monkeypatch.setitem(variables, name, None)  # to be gone again afterwards
+    exec("SCALE, rank = 2, 0\ndef half(x): return x / 2\ndef penalty(x): return half(x) * SCALE + rank", variables)
+    path = tmp_path / "attached.pickle"
+    assert attach.save_objects({"penalty": variables["penalty"]}, path, 2**40) == ""
+    for name in ("SCALE", "half", "penalty"):
+        del variables[name]  # as in a rank that begins anew
+    variables["rank"] = 1  # which the file of rank 0 does not know
+    penalty = attach.load_objects(path, opened())["penalty"]
+    assert penalty(2) == 3
+    exec("SCALE = 10", variables)
+    assert penalty(2) == 11
 
 
 def test_what_only_an_optimizer_of_ones_own_has_comes_back_with_attached_objects(tmp_path: Path) -> None:
