@@ -65,7 +65,7 @@ class LocalModules:
         """A module was made of this version; one that was there before keeps its place."""
         self._imported[name] = _Imported(path, version)
 
-    def reload_changed(self) -> tuple[list[str], dict[str, Exception]]:
+    def reload_changed(self) -> tuple[list[str], dict[str, BaseException]]:
         """Reload the modules whose files changed, and those that import one of them.
 
         Returns:
@@ -77,7 +77,7 @@ class LocalModules:
             if name in sys.modules and _version(imported.path) != imported.version
         }
         reloaded: list[str] = []
-        failed: dict[str, Exception] = {}
+        failed: dict[str, BaseException] = {}
         for name in list(self._imported) if changed else ():
             module = sys.modules.get(name)
             if not isinstance(module, ModuleType):  # removed, or another object in its place
@@ -88,9 +88,11 @@ class LocalModules:
             try:
                 reload(module)
                 reloaded.append(name)
-            except Exception as error:  # whatever the user's code raises
+            except BaseException as error:  # whatever the user's code raises
                 vars(module).clear()
                 vars(module).update(before)
+                if isinstance(error, KeyboardInterrupt):  # the next request tries again
+                    raise
                 failed[name], self._imported[name].version = error, version
         return reloaded, failed
 

@@ -92,7 +92,11 @@ def test_modules_are_reloaded_after_what_they_import(here: Surrounded, tmp_path:
 def test_a_module_that_cannot_be_reloaded_is_said_to_be_stale(here: Surrounded, tmp_path: Path) -> None:
     write(tmp_path / "of_mine.py", "x = 1")
     module: Any = importlib.import_module("of_mine")
-    for wrong, why in (("x = = 2", "SyntaxError"), ("x = 2\ndel y", "NameError")):
+    for wrong, why in (
+        ("x = = 2", "SyntaxError"),
+        ("x = 2\ndel y", "NameError"),
+        ("x = 2\nraise SystemExit(2)", "SystemExit"),  # a script without a guard, say
+    ):
         write(tmp_path / "of_mine.py", wrong)
         (note,) = run(here)
         assert note.startswith(f"of_mine changed on disk and could not be reloaded ({why}: ")
