@@ -24,13 +24,18 @@ DEVICES = ("auto", "cuda", "cpu")
 
 def visible_gpus() -> int:
     """GPUs that ranks will see, counted through NVML so that the kernel never touches CUDA; 0 without a driver."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:  # CUDA ends the list at the first entry that names no device
-        named = itertools.takewhile(lambda device: device not in ("", "-1"), map(str.strip, visible.split(",")))
-        return len(list(named))
+    there = 0
     with contextlib.suppress(*gpus.ERRORS), gpus.opened():
-        return int(pynvml.nvmlDeviceGetCount())
-    return 0
+        there = int(pynvml.nvmlDeviceGetCount())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not there:
+        return there
+
+    def is_named(device: str) -> bool:
+        return int(device) < there if device.isdecimal() else device not in ("", "-1")
+
+    # CUDA ends the list at the first entry that names no device.
+    return len(list(itertools.takewhile(is_named, map(str.strip, visible.split(",")))))
 
 
 def gpus_in_use() -> list[str]:

@@ -46,7 +46,9 @@ ON_AAAA = f"GPU 1 is in use by process {OTHER}"
 ON_CCCC = f"GPU 3, MIG instance 1 is in use by process {OTHER}"
 
 
-@pytest.mark.parametrize(("visible", "count"), [(None, 4), ("", 0), ("0,2", 2), ("1, -1, 2", 1), ("GPU-aaaa", 1)])
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 4), ("", 0), ("0,2", 2), ("1, -1, 2", 1), ("3,4", 1), ("GPU-aaaa", 1)]
+)
 def test_ranks_see_the_gpus_before_the_first_entry_that_names_none(
     visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml
 ) -> None:
@@ -105,6 +107,9 @@ def test_one_gpu_that_refuses_hides_no_other(nvml: FakeNvml) -> None:
 
 
 @pytest.mark.parametrize("error", [pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded])
-def test_without_a_driver_no_gpu_is_in_use(nvml: FakeNvml, error: type[Exception]) -> None:
+def test_without_a_driver_no_gpu_is_in_use_nor_seen_though_one_is_named(
+    nvml: FakeNvml, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvml.broken = error
-    assert gpus_in_use() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert (gpus_in_use(), visible_gpus()) == ([], 0)
