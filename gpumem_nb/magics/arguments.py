@@ -24,15 +24,20 @@ _UNKNOWN = "unrecognized arguments: "
 Read = Callable[[Callable[..., Any], str], argparse.Namespace]
 
 
+def words_of(line: str) -> list[str]:
+    """Return the words of a line, without the quotes that were typed around them."""
+    return [unquoted(word) for word in arg_split(line)]
+
+
 def plain(magic: Callable[..., Any], line: str) -> argparse.Namespace:
     """Return the arguments of a line."""
-    parsed: argparse.Namespace = magic.parser.parse_argstring(line)  # type: ignore[attr-defined]
+    parsed: argparse.Namespace = magic.parser.parse_args(words_of(line))  # type: ignore[attr-defined]
     return parsed
 
 
 def intermixed(magic: Callable[..., Any], line: str) -> argparse.Namespace:
     """Return the arguments of a line in which flags may stand among the other words."""
-    parsed: argparse.Namespace = magic.parser.parse_intermixed_args(arg_split(line))  # type: ignore[attr-defined]
+    parsed: argparse.Namespace = magic.parser.parse_intermixed_args(words_of(line))  # type: ignore[attr-defined]
     return parsed
 
 
@@ -82,7 +87,7 @@ def pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name or not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value, such as batch_size=16")
-    return name, value
+    return name, unquoted(value)
 
 
 def pairs(args: Any) -> dict[str, str]:
@@ -90,9 +95,9 @@ def pairs(args: Any) -> dict[str, str]:
     return dict(args.pairs)
 
 
-def unquoted(path: str) -> str:
-    """Return a path without the quotes that were typed around it."""
-    return path[1:-1] if len(path) > 1 and path[0] == path[-1] and path[0] in "\"'" else path
+def unquoted(word: str) -> str:
+    """Return a word without the quotes that were typed around it."""
+    return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
 
 
 def shell_of(magics: Magics) -> InteractiveShell:

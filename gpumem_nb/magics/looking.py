@@ -14,7 +14,7 @@ from ..report.memory import VIEWS
 from ..session import current, latest
 from ..shared.allocator_settings import NAMES
 from ..ui.cells import progress_bar
-from .arguments import Offered, magic, unquoted
+from .arguments import Offered, magic
 
 
 @magics_class
@@ -38,7 +38,7 @@ class LookingMagics(Magics):
         """Write the session as one page to hand on: charts, runs, findings, versions; it opens without a network."""
         session = latest()
         with progress_bar("Examining") as progress:
-            return session.report(unquoted(args.path), progress)
+            return session.report(args.path, progress)
 
     @magic()
     @argument("target", nargs="?", help="such as runs/a, log.jsonl or project/run; without one, show what is logged")
@@ -50,7 +50,7 @@ class LookingMagics(Magics):
     @argument("--stop", action="store_true", help="end this log, or all of them")
     def hvd_log(self, args: Namespace) -> None:
         """Write steps, settings, evaluations and events to TensorBoard event files, JSON lines or trackio."""
-        session, target = current(), args.target and unquoted(args.target)
+        session, target = current(), args.target
         if args.stop:
             session.stop_logging(target)
         elif target:
@@ -75,7 +75,7 @@ class LookingMagics(Magics):
     def hvd_memory(self, args: Namespace) -> Any:
         """Show live, reserved and device bytes of every rank, its limit, and what the peak is made of."""
         if args.snapshot is not None:
-            return print(f"Written: {current().memory_snapshot(unquoted(args.snapshot))} (for pytorch.org/memory_viz)")
+            return print(f"Written: {current().memory_snapshot(args.snapshot)} (for pytorch.org/memory_viz)")
         if args.free:
             return current().free()
         if args.what_if is not None:
@@ -114,4 +114,4 @@ class LookingMagics(Magics):
         """Record some steps of all ranks in one file for Perfetto or chrome://tracing, with Horovod's timeline."""
         session = current()
         with progress_bar("Tracing") as progress:
-            return session.trace(unquoted(args.path), args.steps, progress)
+            return session.trace(args.path, args.steps, progress)

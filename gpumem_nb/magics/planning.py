@@ -20,7 +20,7 @@ from ..shared.answers import Progress
 from ..shared.errors import GpumemError, InvalidInput
 from ..shared.workload import Workload
 from ..ui.cells import progress_bar
-from .arguments import Offered, intermixed, magic, pair, pairs, shell_of, unquoted
+from .arguments import Offered, intermixed, magic, pair, pairs, shell_of
 
 Found = TypeVar("Found")
 _OF_COLD = ("gpu", "memory", "ranks")  # flags that make no sense for the ranks at hand
@@ -92,7 +92,6 @@ class PlanningMagics(Magics):
         own = shell_of(self).user_ns.get(named[0])
         args.pairs.remove(named[0])
         knobs: dict[str, Any] = given | pairs(args)
-        knobs |= {name: unquoted(knobs[name]) for name in ("gpu", "memory") if name in knobs}
         if str(knobs.get("ranks", "")).isdecimal():
             knobs["ranks"] = int(knobs["ranks"])
         if "workload" in knobs:
@@ -140,11 +139,11 @@ class PlanningMagics(Magics):
     def hvd_tune(self, args: Namespace) -> Any:
         """Look for the fastest settings that fit every rank, by steps that are undone; stop ends it with the best."""
         session = current()
-        knobs = [name.strip() for name in unquoted(args.knobs).split(",") if name.strip()] if args.knobs else None
+        knobs = [name.strip() for name in args.knobs.split(",") if name.strip()] if args.knobs else None
         result = _answer(
             "Tuning",
             lambda progress: session.tune(
-                budget=unquoted(args.budget) if args.budget else None,
+                budget=args.budget,
                 global_batch=args.global_batch,
                 seconds=args.seconds,
                 knobs=knobs,

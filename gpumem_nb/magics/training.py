@@ -10,7 +10,6 @@ from typing import Any
 
 from IPython.core.magic import Magics, magics_class
 from IPython.core.magic_arguments import argument
-from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
 from ..report.differences import arrows, mathematics
 from ..report.runs.record import FIGURES
@@ -18,14 +17,14 @@ from ..session import current, latest
 from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
 from ..ui.cells import progress_bar
-from .arguments import Offered, magic, pair, pairs, plain, unquoted
+from .arguments import Offered, magic, pair, pairs, plain, words_of
 
 
 def _with_note(magic: Callable[..., Any], line: str) -> Namespace:
     """Return the arguments of a line; argparse would read a "--" in the words of a note as its own."""
     before, _, rest = line.partition("--note ")
     args = plain(magic, before)
-    args.note = arg_split(rest)
+    args.note = words_of(rest)
     return args
 
 
@@ -105,16 +104,16 @@ class TrainingMagics(Magics):
         if args.pin or args.unpin:
             session.pin(args.pin)
         if args.load:
-            print(session.load_runs(unquoted(args.load)))
+            print(session.load_runs(args.load))
         if len(note) == 1:
             run = session.runs[_number(note[0])]
             return print(run.note or f"There is no note on run {run.number}.")
         if note:
-            session.runs.note(_number(note[0]), " ".join(map(unquoted, note[1:])))
+            session.runs.note(_number(note[0]), " ".join(note[1:]))
         if args.compare:
             return session.runs.compare(*args.compare)
         if args.export:
-            return session.runs.export(unquoted(args.export))
+            return session.runs.export(args.export)
         runs = session.runs.sorted(args.sort) if args.sort else session.runs
         return runs.unfolded if args.all else runs
 

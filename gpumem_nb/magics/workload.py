@@ -12,7 +12,7 @@ from ..session import Session, current, resume, snapshots
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
 from ..ui.cells import progress_bar
-from .arguments import ROLES, magic, pair, pairs, shell_of, unquoted
+from .arguments import ROLES, magic, pair, pairs, shell_of
 
 
 @magics_class
@@ -84,10 +84,9 @@ class WorkloadMagics(Magics):
     @argument("path", help="the file to write, such as digits.state")
     def hvd_save(self, args: Namespace) -> None:
         """Save model, optimizer, scaler, data position, random numbers and settings in one file."""
-        path = unquoted(args.path)
         session = current()
         with progress_bar("Saving") as progress:
-            saved = session.save(path, progress)
+            saved = session.save(args.path, progress)
         print(saved)
 
     @magic()
@@ -95,7 +94,7 @@ class WorkloadMagics(Magics):
     @argument("--ddp", action="store_true", help="for torchrun and DistributedDataParallel instead of Horovod")
     def hvd_export(self, args: Namespace) -> None:
         """Write one plain script that trains as the session does now, and say what it does not carry over."""
-        print(current().export(unquoted(args.path), ddp=args.ddp))
+        print(current().export(args.path, ddp=args.ddp))
 
     @magic()
     @argument("path", nargs="?", help="a saved state; without one, the newest automatic snapshot of this notebook")
@@ -105,7 +104,7 @@ class WorkloadMagics(Magics):
         if args.list:
             return snapshots()
         with progress_bar("Resuming") as progress:
-            resumed = resume(None if args.path is None else unquoted(args.path), progress)
+            resumed = resume(args.path, progress)
         return print(resumed)
 
 

@@ -15,6 +15,9 @@ from gpumem_nb.kernel.logs import Logs
 from gpumem_nb.kernel.running import Running
 from gpumem_nb.kernel.starting import plan
 from gpumem_nb.magics import MAGICS
+from gpumem_nb.magics.arguments import pairs, plain
+from gpumem_nb.magics.ranks import RanksMagics
+from gpumem_nb.magics.training import TrainingMagics
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.workloads import catalog
@@ -96,3 +99,21 @@ def test_what_is_missing_is_named_and_no_more() -> None:
 def test_a_word_of_pythons_is_not_a_variable_for_results() -> None:
     with pytest.raises(UsageError, match="--out 'class' is not a variable name"):
         _magic("hvd")("--out class", "1")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--memory-limit '512 MiB'", {"memory_limit": "512 MiB"}),
+        ('2 --hosts "a:2, b:2" --device "cpu"', {"n": 2, "hosts": "a:2, b:2", "device": "cpu"}),
+    ],
+)
+def test_quotes_around_a_word_are_not_part_of_it(line: str, said: dict[str, Any]) -> None:
+    assert said.items() <= vars(plain(RanksMagics.hvd_start, line)).items()
+
+
+def test_quotes_around_a_value_are_not_part_of_it() -> None:
+    assert pairs(plain(TrainingMagics.hvd_set, "precision='bf16' on_oom=\"stop\"")) == {
+        "precision": "bf16",
+        "on_oom": "stop",
+    }
