@@ -29,10 +29,11 @@ _AHEAD_TIMEOUT_S = 0.8  # for steps that come before what is interrupted, and en
 
 
 class Followed:
-    """The paths that ranks were told last. Asked before each request, so it looks at the disk only after a change."""
+    """The paths that ranks were told last. Asked before each request, so it looks for those alone that were missing."""
 
     def __init__(self) -> None:
         self._told: tuple[str, ...] = ()
+        self._missing: list[str] = []  # of the paths; may be made later
 
     def tell(self, send: Callable[[Surroundings], object]) -> None:
         """Send the working directory and the paths of this process, if they are not what was sent last."""
@@ -41,11 +42,12 @@ class Followed:
         except OSError:  # it was deleted
             return
         now = (folder, *sys.path)
-        if now == self._told:
+        if now == self._told and not any(map(os.path.exists, self._missing)):
             return
         paths = dict.fromkeys(os.path.abspath(path) for path in sys.path if isinstance(path, str))
-        send(Surroundings(folder, tuple(path for path in paths if os.path.exists(path))))
-        self._told = now
+        there = tuple(path for path in paths if os.path.exists(path))
+        send(Surroundings(folder, there))
+        self._told, self._missing = now, [path for path in paths if path not in there]
 
 
 class Foreground:

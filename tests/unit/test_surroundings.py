@@ -189,9 +189,14 @@ def test_ranks_are_told_what_changed_only(tmp_path: Path, monkeypatch: pytest.Mo
     followed.tell(sent.append)
     assert sent[1].paths[0] == str(tmp_path / "more"), "as an absolute path, and without what is not there"
     assert str(tmp_path / "gone") not in sent[1].paths
+    (tmp_path / "gone").mkdir()
+    followed.tell(sent.append)
+    followed.tell(sent.append)
+    assert str(tmp_path / "gone") in sent[2].paths, "it is there by now"
     monkeypatch.chdir(tmp_path / "more")
     followed.tell(sent.append)
-    assert sent[2].folder == str(tmp_path / "more")
+    assert sent[3].folder == str(tmp_path / "more")
+    assert len(sent) == 4
 
 
 def test_what_could_not_be_sent_is_sent_again() -> None:
