@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from gpumem_nb.kernel.questions.predicting import Predicting
 from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits
@@ -171,3 +173,15 @@ def test_where_the_update_needs_too_much_another_way_of_it_comes_before_other_sp
     assert machine.measured[0].optimizer_impl == "fused"
     before = list(machine.record.candidates).index(machine.measured[0])
     assert all(one.checkpointing == "none" for one in list(machine.record.candidates)[:before]), "nor by recomputing"
+
+
+def test_a_search_knows_what_it_may_split_though_others_wait_for_the_ranks() -> None:
+    cluster = MagicMock()
+    cluster.history.model_version, cluster.foreground.busy = 1, True  # the panel asks what flips would need
+    cluster.training.workload = WORKLOAD
+    cluster.foreground.call_alone.return_value = [False, False]
+    predicting = Predicting(cluster)
+    whole, parts = Settings(batch_size=8), Settings(batch_size=4, accumulation_steps=2)
+    assert predicting.splits(whole, parts).mean is None, "of one flip it is said as a possibility"
+    assert predicting.splits().mean is False
+    assert predicting.splits(whole, parts).mean is False

@@ -51,12 +51,14 @@ class Predicting(AsksRanks):
     def splits(self, before: Settings | None = None, after: Settings | None = None) -> Splits:
         """Return what is known of training a micro-batch in parts, asking the ranks unless they answered before.
 
-        Of a change that splits nothing, and while others wait for the ranks, they are not asked.
+        Of a change that splits nothing, and while others wait for the ranks, they are not asked. Where no change is
+        named they are: what a search may split depends on it.
         """
         version = self._history.model_version
         self._loaded()
-        split = before is None or after is None or splits(before, after)
-        if split and version not in self._mean and not self._foreground.busy:
+        if before and after and (self._foreground.busy or not splits(before, after)):
+            return self.known_splits
+        if version not in self._mean:
             with suppress(NotThisTime):
                 found: list[bool | None] = self._foreground.call_alone("splits_to_mean", undone=True)
                 self._mean = {version: None if None in found else all(found)}
