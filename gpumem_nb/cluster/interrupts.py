@@ -5,8 +5,10 @@ An interrupt inside Python's own locking can leave the lock locked for good.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -53,10 +55,12 @@ def finish_anyway(work: Callable[[], None], name: str) -> None:
         raise error
 
 
-def let_finish(name: str) -> None:
+def let_finish(name: str, timeout_s: float = math.inf) -> None:
     """Wait for the work of this name that an interrupt has left to finish by itself."""
+    until_s = time.monotonic() + timeout_s
     for thread in threading.enumerate():
         if thread.name == name and thread is not threading.current_thread():
-            while thread.is_alive():  # an interrupt inside of join() makes Python take the thread for ended
+            # An interrupt inside of join() makes Python take the thread for ended.
+            while thread.is_alive() and time.monotonic() < until_s:
                 with shielded():
                     thread.join(0.1)

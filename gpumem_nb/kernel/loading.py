@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.calls import Call
-from ..cluster.interrupts import finish_anyway
+from ..cluster.interrupts import finish_anyway, let_finish
 from ..cluster.ranks import Posted
 from ..report.differences import typed
 from ..report.runs import Row
@@ -31,6 +31,7 @@ from .snapshot_plan import notebook_name
 # What a restart allows ranks that may hang, before it takes the last automatic snapshot in place of one made now.
 RESTART_TIMEOUT_S = 10.0
 LATE_S = 10.0  # by how much later a rank may refuse to load than another, before it is taken to hang
+SOON_S = 1.0  # for a state that is being put in place when stop is pressed
 ATTACHED = "attached.pickle"
 
 
@@ -304,12 +305,18 @@ class Loading(AsksRanks):
         # Training goes on while the ranks look at the file: one that is refused changes nothing.
         header: state_file.Header | None = None
         placing = False
+        came: list[Exception | None] = []  # of it, once that is known
 
         def put() -> None:
             nonlocal placing
             placing = True
             assert header is not None
-            self._put_in_place(source, header, rows, settings, after_restart)
+            try:
+                self._put_in_place(source, header, rows, settings, after_restart)
+                came.append(None)
+            except Exception as error:
+                came.append(error)
+                raise
 
         try:
             header, runs = self._foreground.call("resume_check", str(source))[0]
@@ -322,10 +329,14 @@ class Loading(AsksRanks):
             finish_anyway(put, RESUMING)
             return header
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                with suppress(KeyboardInterrupt):  # of one more press
+                    let_finish(RESUMING, SOON_S)
             if placing and header and isinstance(error, KeyboardInterrupt):
-                raise Interrupted(
-                    f"The interrupt came too late: {header.workload} was already resumed at step {header.steps}."
-                ) from None
+                if came and came[0]:
+                    raise came[0] from None
+                state = f"{'was already' if came else 'is being'} resumed at step {header.steps}"
+                raise Interrupted(f"The interrupt came too late: {header.workload} {state}.") from None
             if not placing:
                 with suppress(GpumemError):
                     self._foreground.ask("resume_drop")  # not waited for: a rank may not have heard an interrupt yet

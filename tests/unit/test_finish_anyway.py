@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from gpumem_nb.cluster.interrupts import finish_anyway, let_finish
+from gpumem_nb.kernel import loading
 from gpumem_nb.kernel.foreground import RESUMING, Foreground
 from gpumem_nb.kernel.loading import Loading
 from gpumem_nb.kernel.origin import Origin
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import Interrupted
+from gpumem_nb.shared.errors import Interrupted, RankError
 
 
 def press(*_: object) -> None:
@@ -66,6 +68,34 @@ def test_an_interrupt_does_not_wait_for_a_resume_that_goes_on() -> None:
     finally:
         go_on.set()
         resuming.join()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_came_of_a_resume_is_told_though_an_interrupt_came_too_late(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, header, before = MagicMock(), MagicMock(workload="net", steps=7), signal.signal(signal.SIGINT, press)
+    monkeypatch.setattr(loading, "Settings", MagicMock())
+    monkeypatch.setattr(loading, "readable", lambda runs: ([], ""))
+    monkeypatch.setattr(Loading, "_train_from", MagicMock())
+    monkeypatch.setattr(loading.compatibility, "resumed", MagicMock())
+
+    def call(function: str, *_: object, **__: object) -> Any:
+        if function == "resume_check":
+            return [(header, b"")]
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.3)
+        if fails:
+            raise RankError(1, "KeyError", "another form")
+        return [MagicMock()]
+
+    cluster.foreground.call = call
+    try:
+        said = "another form" if fails else "too late: net was already resumed at step 7"
+        with pytest.raises(RankError if fails else Interrupted, match=said):
+            Loading(cluster).resume_from(Path("net.state"))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_attached_objects_that_were_kept_come_back_however_late_an_interrupt_came(tmp_path: Path) -> None:
