@@ -167,16 +167,18 @@ class Ranks:
         self._watch = Watch(self._launched, self._identities, self._last_output, tell)
         self._watch.start()
 
-    def interrupt_until(self, stopped: Callable[[float], bool], ranks: Sequence[int] | None = None) -> bool:
+    def interrupt_until(
+        self, stopped: Callable[[float], bool], which: Callable[[], Sequence[int]] | None = None
+    ) -> bool:
         """Interrupt ranks (all by default) until ``stopped(timeout)`` says that they did; says whether in time.
 
-        A signal that comes before a rank has begun what it is to stop is lost, hence more than one. It goes to the
-        ranks themselves: a signal to mpiexec would end the job.
+        A signal that comes before a rank has begun what it is to stop is lost, hence more than one: each time to those
+        of ``which()``, because a rank that is done with it trains on. It goes to the ranks themselves: a signal to
+        mpiexec would end the job.
         """
-        chosen = range(self.size) if ranks is None else ranks
         deadline = time.monotonic() + INTERRUPT_TIMEOUT_S
         while (left := deadline - time.monotonic()) > 0:
-            for rank in chosen:
+            for rank in which() if which else range(self.size):
                 self._identities[rank].signal(signal.SIGINT)
             if stopped(min(INTERRUPT_PERIOD_S, left)):
                 return True

@@ -25,6 +25,7 @@ from .training import Training
 RESUMING = "gpumem_nb resuming"
 """Names the thread that puts a state in place, or settles what a failed load has left: nothing else may overtake it."""
 _BUSY_OTHERWISE = "Interrupted. The ranks are doing something else, which goes on{}. To end that: %hvd_restart"
+_BEGUN_S = 0.1  # for what had to wait for steps: it may be over in a moment, and the ranks in the next step
 _AHEAD_TIMEOUT_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
 
 
@@ -235,7 +236,7 @@ class Foreground:
                     raise Interrupted(_BUSY_OTHERWISE.format(f" ({report})" if report else "")) from None
                 raise
             except TimeoutError:
-                self._ranks.interrupt_until(call.finished, call.pending())
+                self._interrupt(call, ahead)
                 raise
             except RankError as error:
                 if what := self._after_stall(call):
@@ -263,7 +264,7 @@ class Foreground:
         deadline = time.monotonic() + _AHEAD_TIMEOUT_S
         for steps in ahead:
             steps.finished(max(0.0, deadline - time.monotonic()))
-        return call.finished(0.0) or self._ranks.interrupt_until(call.finished)
+        return call.finished(_BEGUN_S if ahead else 0.0) or self._ranks.interrupt_until(call.finished, call.pending)
 
     def mark_notes(self, call: Call) -> None:
         """Keep what ranks said of their surroundings, for the panel."""
@@ -323,8 +324,8 @@ class Foreground:
         wait_report = waits.ended(call.apart(), self._ranks.pulses(), call.pending(), self._ranks.size)
         if not wait_report:
             return ""
-        if late := call.pending():
-            self._ranks.interrupt_until(call.finished, late)
+        if call.pending():
+            self._ranks.interrupt_until(call.finished, call.pending)
         what = f"{wait_report} (stall_limit_s={self._policy().stall_limit_s:g})."
         self._history.mark("stall", what)
         if left := call.pending():

@@ -124,6 +124,22 @@ def test_a_cell_is_interrupted_on_all_ranks(two_ranks: Session) -> None:
     assert two_ranks.run("rank") == [0, 1]
 
 
+def test_what_stops_a_cell_of_one_rank_leaves_training_alone(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks)
+    session.play()
+    wait_for_steps(session, 3)
+    try:
+        for timeout in (None, 0.5):
+            steps, stop = session.history.steps, Stop(asked(session)) if timeout is None else None
+            with pytest.raises(Interrupted if stop else TimeoutError):
+                session.run("import time\nfor _ in range(1000): time.sleep(0.1)", ranks=0, timeout=timeout)
+            assert stop is None or in_time(stop.took_s(), PROMPT_S)
+            wait_for_steps(session, steps + 50)
+            assert session.playing
+    finally:
+        session.pause()
+
+
 @pytest.mark.full
 def test_a_rank_stuck_in_c_code_is_named_and_an_end_that_is_interrupted_goes_on_by_itself(
     two_ranks: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

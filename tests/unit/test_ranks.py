@@ -80,6 +80,21 @@ def test_a_death_ends_the_waiting_for_ranks_that_are_to_be_joined() -> None:
     assert posted == []
 
 
+def test_only_those_are_interrupted_who_have_yet_to_stop() -> None:
+    some, _ = ranks(answers=[])
+    signals: list[int] = []
+    some._identities = [SimpleNamespace(signal=lambda number, rank=rank: signals.append(rank)) for rank in (0, 1)]  # type: ignore[misc]
+    busy = [0, 1]
+
+    def stopped(timeout: float) -> bool:
+        if len(signals) == 2:
+            busy.remove(0)  # trains on
+        return len(signals) > 3
+
+    assert some.interrupt_until(stopped, lambda: busy)
+    assert signals == [0, 1, 1, 1]
+
+
 def test_joining_that_failed_is_tried_again() -> None:
     some, posted = ranks(Request(apart=True), answers=[Request(error=RankError(0, "Separated", "busy")), Request()])
     with pytest.raises(TrainingFailed, match="could not be joined again"):

@@ -83,10 +83,13 @@ class Stalls:
             self._late_s = math.inf
         elif not self.stuck:
             self._late_s = min(self._late_s, time.monotonic())
-            self._ranks.interrupt_until(call.finished, late)
-            left = [rank for rank in late if rank in call.pending()]
-            if left and time.monotonic() - self._late_s > LATE_TIMEOUT_S:
-                self._strand(f"{name_ranks(left)} could not be interrupted")
+
+            def left() -> list[int]:
+                return [rank for rank in late if rank in call.pending()]
+
+            self._ranks.interrupt_until(call.finished, left)
+            if left() and time.monotonic() - self._late_s > LATE_TIMEOUT_S:
+                self._strand(f"{name_ranks(left())} could not be interrupted")
 
     def _report(self, call: Call) -> WaitReport | None:
         """Return who waited for whom when the ranks came apart in this chunk, if they did."""
