@@ -33,7 +33,7 @@ class StateFiles(AsksRanks):
         began = time.perf_counter()
         progress("writing the training state", 0.5)
         with self._foreground.interruptible():
-            self._training.apply()
+            self._training.requests.settle()
         stored = self._foreground.call_alone("save", str(target), self._origin.options, packed(self._record.rows()))[0]
         return StateFile("saved", target, stored.size_bytes, stored.steps, time.perf_counter() - began)
 

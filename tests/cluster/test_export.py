@@ -297,6 +297,16 @@ def test_the_magic_says_what_is_not_carried_over_and_how_to_run_it(
     assert "mpiexec -n 2 --bind-to none" in str(written[0])
 
 
+def test_settings_that_a_load_has_kept_are_exported_before_the_first_step(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.set(optimizer="sgd")
+    session.load("digits-resnet", width=8, depth=1, resolution=8)
+    session.export(tmp_path / "train.py")
+    assert "SGD(" in (tmp_path / "train.py").read_text()
+
+
 @pytest.mark.full
 def test_what_autotune_tries_is_not_in_a_script(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path

@@ -10,6 +10,7 @@ import pytest
 
 import gpumem_nb
 from gpumem_nb.session import Session
+from gpumem_nb.shared import state_file
 from gpumem_nb.shared.errors import GpumemError, InvalidInput, StateFileError
 from gpumem_nb.ui import wording
 from tests import internals
@@ -176,7 +177,11 @@ def test_saving_while_training_leaves_it_training(
     session = fresh(two_ranks)
     session.play()
     first = session.save(tmp_path / "x.state")
-    second = session.save(tmp_path / "x.state")
+    for rate in (0.01, 0.02, 0.03):
+        session.set(learning_rate=rate)
+        second = session.save(tmp_path / "x.state")
+        saved = state_file.peek(tmp_path / "x.state").settings["learning_rate"]
+        assert saved == rate, "what was asked for holds, though ranks are in steps from before"
     assert session.playing
     assert second.steps >= first.steps
     session.pause()

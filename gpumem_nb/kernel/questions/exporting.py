@@ -51,6 +51,8 @@ class Exporting(AsksRanks):
         target = as_path(path)
         self._foreground.check_loaded()
         check_over(target, _ours, _SCRIPT)
+        with self._foreground.interruptible():
+            self._training.requests.settle()
         facts, settings = agreed(lambda: self._foreground.call("facts")[0], lambda: self._training.settings)
         workload = self._training.workload
         if workload is None:  # another thread unloads it

@@ -43,7 +43,7 @@ class Inspection(AsksRanks):
         """
         self._foreground.check_loaded()
         with self._foreground.interruptible():
-            self._training.apply()
+            self._training.requests.settle()
         found = self._foreground.call("record_step")
         if missing := [rank for rank, timeline in enumerate(found) if timeline is None]:
             raise WorkloadError(f"The step could not be recorded on {name_ranks(missing)}. Try again.")
@@ -95,7 +95,7 @@ class Inspection(AsksRanks):
                 )
             self._foreground.check_loaded()
             with self._foreground.interruptible():
-                self._training.apply()
+                self._training.requests.settle()
         return SyncReport(self._foreground.call("look_in_sync", model, data))
 
     def write_snapshot(self, path: str | os.PathLike[str]) -> Path:

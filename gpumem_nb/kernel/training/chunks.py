@@ -160,6 +160,9 @@ class InFlight:
 class Chunks:
     """Makes chunks and sends them. Used under the training lock.
 
+    Attributes:
+        latest_id: of the settings that were asked for when the latest chunk was made.
+
     Args:
         policy: what the session does by itself, as it is now.
     """
@@ -177,6 +180,7 @@ class Chunks:
         self._history = history
         self._snapshots = snapshots
         self._policy = policy
+        self.latest_id = 0
 
     def send(self, steps: int, evaluate: bool = False, traced: bool = False) -> Call:
         """Send a chunk; one without steps applies the settings, and may evaluate.
@@ -193,6 +197,7 @@ class Chunks:
         self._in_flight.send(replace(chunk, instead_of=self._state.settings.changed_from(settings)))
 
     def _chunk(self, settings: Settings, settings_id: int, steps: int, ledger_steps: int = 0) -> Chunk:
+        self.latest_id = self._state.settings_id
         return Chunk(
             settings,
             settings_id,
@@ -254,6 +259,18 @@ class ForegroundRequests:
         self._stalls = stalls
         self._check = check
         self._wait = wait
+
+    def settle(self) -> None:
+        """Let the ranks have the settings that were asked for before the next request, also while they train.
+
+        Raises:
+            TrainingFailed: they cannot, or some rank is stuck since the last stall.
+        """
+        if self._state.wanted_steps and self._chunks.latest_id == self._state.settings_id:
+            return
+        replies = self._ask(0)
+        if not replies or any(reply.failure for reply in replies):
+            self._fail(replies, "The ranks did not switch to the settings that were asked for")
 
     def evaluate(self) -> Evaluation:
         """Evaluate the model."""
