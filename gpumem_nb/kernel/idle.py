@@ -56,6 +56,10 @@ class IdleWatch:
         if threading.current_thread() is not self._expiring:
             self._worked_s = self._clock()
 
+    def put_off(self) -> None:
+        """Begin to count anew, whoever asks for it."""
+        self._worked_s = self._clock()
+
     @property
     def over(self) -> bool:
         """Return whether the session was unused for the whole time limit."""

@@ -15,7 +15,7 @@ from ..report.status import Status, describe_ledger
 from ..report.step_time import TimeReport
 from ..shared import snapshot_folder
 from ..shared.answers import Progress
-from ..shared.errors import ClusterDied, Interrupted, InvalidInput, nearest
+from ..shared.errors import ClusterDied, Interrupted, InvalidInput, StateFileError, nearest
 from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
 from . import compatibility, starting
@@ -140,12 +140,20 @@ class Lifecycle:
         Training that was playing in the background goes on.
 
         Raises:
+            StateFileError: the ranks answer, but what was trained could not be kept; nothing was ended.
             StartError, SetupError: the ranks could not be started again; it may be tried once more.
             WorkloadError, RankError: what was loaded cannot be loaded again.
         """
         loaded, played = self._origin.loaded, self.training.plays_on
         hopeless = self.ended or self.ranks.stopped() or (self.foreground.in_vain and self.ranks.pending())
         up_to_date = loaded and not hopeless and self.loading.take_last_snapshot()
+        if loaded and not hopeless and self.loading.unkept:
+            if played:
+                self.training.play()
+            raise StateFileError(
+                f"The ranks were not started again: {self.loading.unkept} Save the state with %hvd_save FILE, or end "
+                "the ranks with %hvd_stop."
+            )
         before = self.loading.remember(up_to_date)
         try:
             self.ended = self.ended or RESTARTING
@@ -298,6 +306,9 @@ class Lifecycle:
             self.loading.take_last_snapshot()
         if self.ended:
             self.idle.stop()
+        elif self.loading.unkept:
+            self.idle.put_off()
+            self.history.mark("note", f"not stopped after {self.policy.idle_minutes:g} minutes: {self.loading.unkept}")
         elif self.idle.over:  # still: you may have come back during the snapshot
             self.idle.stop()
             self.history.mark("note", why)

@@ -16,7 +16,7 @@ from ..report.runs import Row
 from ..report.runs.files import readable
 from ..shared import snapshot_folder, state_file
 from ..shared.errors import ClusterDied, GpumemError, Interrupted, InvalidInput, StateFileError, WorkloadError
-from ..shared.messages import SnapshotOrder
+from ..shared.messages import SnapshotOrder, Stored
 from ..shared.settings import Settings
 from ..shared.units import check_names, checked_seed
 from ..shared.workload import Workload, WorkloadInfo
@@ -40,11 +40,12 @@ class Loading(AsksRanks):
 
     Attributes:
         kept: which knobs the latest load has left as they were before, in a sentence; empty if none.
+        unkept: why steps would be lost with the ranks, which could not be kept when that was tried last; empty if not.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self.kept = ""
+        self.kept = self.unkept = ""
 
     def load(self, name_or_workload: str | Workload, options: dict[str, Any], seed: int | str | None) -> WorkloadInfo:
         """Load a workload; training starts afresh.
@@ -129,23 +130,28 @@ class Loading(AsksRanks):
             self._history.model_may_have_changed()
 
     def take_last_snapshot(self) -> bool:
-        """Return one more snapshot while the ranks live; says whether there is one of this very step."""
+        """Take one more snapshot while the ranks live; says whether there is one of this very step."""
+        self.unkept = ""
         with suppress(GpumemError, TimeoutError):
             self._training.pause(timeout=RESTART_TIMEOUT_S)
-            trained = self._training.workload is not None and self._history.steps > 0
-            order = self._snapshots.order_now(self._history.steps) if trained else None
-            if order:
-                return self._take_snapshot(order)
+            if self._training.workload is None or self._history.steps == 0:
+                return False
+            order = self._snapshots.order_now(self._history.steps)
+            stored = self._take_snapshot(order) if order else None
+            why = stored.problem if stored else "" if order else self._snapshots.problem
+            if why and (done := self._history.steps_since_load):
+                self.unkept = f"{done:,} step{'s' * (done > 1)} would be lost. {why}"
+            return stored is not None and stored.taken and not why
         return False
 
-    def _take_snapshot(self, order: SnapshotOrder) -> bool:
-        stored = None
+    def _take_snapshot(self, order: SnapshotOrder) -> Stored | None:
+        stored: Stored | None = None
         try:
             timeout_s = RESTART_TIMEOUT_S + self._snapshots.expected_s
             stored = self._foreground.call("snapshot_now", order, timeout=timeout_s)[0]
         finally:
             self._snapshots.order_ended(stored)
-        return stored is not None and stored.taken and not stored.problem
+        return stored
 
     def remember(self, up_to_date: bool) -> Unrestored:
         """Note what a restart is to bring back, before the ranks go; ``up_to_date``: with a snapshot of this step."""

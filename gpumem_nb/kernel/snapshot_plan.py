@@ -30,6 +30,7 @@ class SnapshotPlan:
     Attributes:
         generation: counts the workloads that were loaded or resumed; part of a snapshot's name.
         latest: the last snapshot that was written.
+        problem: why the last one that was asked for could not be kept; empty if it was.
         expected_s: what the next one will cost.
 
     Args:
@@ -43,7 +44,7 @@ class SnapshotPlan:
         self.generation = 0
         self._policy = policy
         self._note = note
-        self._problem = ""
+        self.problem = ""
         self._options: dict[str, float] | None = None
         self.latest: Stored | None = None
         self.expected_s = 0.0
@@ -124,8 +125,8 @@ class SnapshotPlan:
         """Return the last snapshot and what all of them cost, in one line."""
         share = f"{100 * self._cost_s / self._trained_s:.2f} %" if self._trained_s else "n/a"
         cost = f"snapshots cost {share} of training time"
-        if self._problem:
-            return f"{self._problem} ({cost})"
+        if self.problem:
+            return f"{self.problem} ({cost})"
         if self.latest is None:
             return "no snapshot yet" if self._policy().snapshot_steps != "never" else "snapshots are off"
         return f"last snapshot at step {self.latest.steps}, {format_bytes(self.latest.size_bytes)}; {cost}"
@@ -143,9 +144,9 @@ class SnapshotPlan:
         return since >= FEWEST_STEPS and affordable
 
     def _say(self, problem: str) -> None:
-        if problem and problem != self._problem:
+        if problem and problem != self.problem:
             self._note(problem)
-        self._problem = problem
+        self.problem = problem
 
 
 def notebook_name() -> str:

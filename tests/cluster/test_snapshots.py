@@ -109,6 +109,23 @@ def test_the_space_is_never_passed(two_ranks: Session, fresh: Callable[..., Sess
     assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= 250 * 2**10
 
 
+def test_what_could_not_be_kept_is_not_ended_by_a_restart_or_for_being_idle(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.set(snapshot_space="1KiB")
+    session.train(2)
+    try:
+        with pytest.raises(StateFileError, match=r"2 steps would be lost\. No snapshot was kept: .*%hvd_save FILE"):
+            session.restart()
+        session.set(idle_minutes=0.01)
+        until(lambda: any("not stopped after" in event.text for event in list(session.history.events)))
+        assert not session.ended
+    finally:
+        session.set(idle_minutes="never")
+    assert session.train(1).steps == 1
+
+
 def test_a_full_disk_is_noted_and_training_goes_on(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
     session.train(1)
