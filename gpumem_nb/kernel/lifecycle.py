@@ -137,14 +137,14 @@ class Lifecycle:
     def restart(self, progress: Progress) -> None:
         """Stop the ranks and start the same number again; :attr:`restored` says what came back of what was trained.
 
-        Training that was playing in the background goes on.
+        Training that was playing in the background goes on. Settings that were made before anything was loaded hold.
 
         Raises:
             StateFileError: the ranks answer, but what was trained could not be kept; nothing was ended.
             StartError, SetupError: the ranks could not be started again; it may be tried once more.
             WorkloadError, RankError: what was loaded cannot be loaded again.
         """
-        loaded, played = self._origin.loaded, self.training.plays_on
+        loaded, played, settings = self._origin.loaded, self.training.plays_on, self.training.settings
         hopeless = self.ended or self.ranks.stopped() or (self.foreground.in_vain and self.ranks.pending())
         up_to_date = loaded and not hopeless and self.loading.take_last_snapshot()
         if loaded and not hopeless and self.loading.unkept:
@@ -154,7 +154,7 @@ class Lifecycle:
                 f"The ranks were not started again: {self.loading.unkept} Save the state with %hvd_save FILE, or end "
                 "the ranks with %hvd_stop."
             )
-        before = self.loading.remember(up_to_date)
+        before = self.loading.remember(up_to_date) if loaded else None
         try:
             self.ended = self.ended or RESTARTING
             self._end(self._shut_down)
@@ -162,9 +162,10 @@ class Lifecycle:
         except BaseException:
             self.ended = "the ranks were ended and could not be started again"
             raise
-        self.restored = self.loading.restore(before) if loaded else ""
-        if self.training.workload and (before.up_to_date or not self.history.steps):
-            self.set(before.settings.as_dict())  # all of them: what is named is not settled anew
+        self.restored = self.loading.restore(before) if before else ""
+        if before is None or before.up_to_date or not self.history.steps:
+            # All of them: what is named is not settled anew.
+            self.set((before.settings if before else settings).as_dict())
         if played and self.training.workload:
             self.training.play()
             self.restored += "; training goes on"

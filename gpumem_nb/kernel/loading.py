@@ -193,6 +193,8 @@ class Loading(AsksRanks):
                 why = f"no snapshot could be used: {error}"
                 continue
             after = f" ({steps - restored} steps after it were lost)" if steps > restored else ""
+            if restored and not lost.up_to_date and (later := typed(self._training.settings, lost.settings)):
+                after += f" under the settings of that step (back to the later ones with: %hvd_set {later})"
             return f"step {restored} restored{after}{self._as_it_was()}"
         origin.unrestored = None
         after = f"; {steps} steps were lost, because {why}" if steps else ""

@@ -131,6 +131,9 @@ def test_a_stopped_session_that_is_restarted_is_the_one_that_magics_find(shared:
     shared.restart()
     assert current() is shared
     assert shared.run("rank") == [0, 1]
+    shared.set(batch_size=8)
+    shared.restart()
+    assert shared.settings.batch_size == 8, "nothing was loaded yet"
     shared.stop()
 
 

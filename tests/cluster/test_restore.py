@@ -58,6 +58,7 @@ def test_a_restart_after_a_death_goes_on_from_the_last_snapshot_even_if_cut_shor
     assert session.restored.startswith("step 5 restored (3 steps after it were lost)")
     assert weights(session) == fingerprint
     assert session.settings.optimizer == "adamw", "the snapshot is from before the flip"
+    assert "back to the later ones with: %hvd_set optimizer=momentum learning_rate=0.01)" in session.restored
     assert session.status().steps == 5
     session.train(2)
     session.set(learning_rate=0.02)
