@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from gpumem_nb.cluster.interrupts import finish_anyway, let_finish
-from gpumem_nb.kernel import loading
+from gpumem_nb.kernel import compatibility, loading
 from gpumem_nb.kernel.foreground import RESUMING, Foreground
 from gpumem_nb.kernel.loading import Loading
 from gpumem_nb.kernel.origin import Origin
@@ -78,7 +78,7 @@ def test_what_came_of_a_resume_is_told_though_an_interrupt_came_too_late(
     monkeypatch.setattr(loading, "Settings", MagicMock())
     monkeypatch.setattr(loading, "readable", lambda runs: ([], ""))
     monkeypatch.setattr(Loading, "_train_from", MagicMock())
-    monkeypatch.setattr(loading.compatibility, "resumed", MagicMock())
+    monkeypatch.setattr(compatibility, "resumed", MagicMock())
 
     def call(function: str, *_: object, **__: object) -> Any:
         if function == "resume_check":
