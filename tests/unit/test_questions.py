@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from gpumem_nb.engine.step.trainer import Trainer
+from gpumem_nb.kernel.history import History
+from gpumem_nb.kernel.questions.predicting import Predicting
 from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.categories import OPTIMIZER_STATE
@@ -288,3 +291,22 @@ def test_weights_that_forward_writes_are_put_back(gpu: VirtualGPU, after: int) -
         assert everything(questioned)[1] == before
     losses = [[sample.loss for sample in one.run(Chunk(settings, 2, 3)).samples] for one in (plain, questioned)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1, 2, 4, 8]), (2, [1, 2, 4, 8, 16])])
+def test_what_several_small_micro_batches_need_follows_from_two_steps(
+    gpu: VirtualGPU, batch_size: int, sizes: list[int]
+) -> None:
+    trained = trainer(gpu)
+    ranks = SimpleNamespace(
+        infos=[None],
+        settings=Settings(),
+        workload=trained.info(),
+        check_loaded=lambda: None,
+        call_alone=lambda function, *arguments, undone: [getattr(trained.trials, function)(*arguments)],
+    )
+    cluster = SimpleNamespace(ranks=ranks, history=History(1), training=ranks, foreground=ranks)
+    cluster.policy = cluster.origin = cluster.record = cluster.snapshots = None
+    peaks = Predicting(cast(Any, cluster)).peaks_by_batch({"batch_size": batch_size})
+    assert list(peaks) == sizes
+    assert peaks[sizes[-1]] >= peaks[1] > 0

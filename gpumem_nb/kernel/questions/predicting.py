@@ -88,7 +88,7 @@ class Predicting(AsksRanks):
         Raises:
             WorkloadError: a small step failed for another reason than memory.
         """
-        small, sizes = self._small(max(batch_sizes)), list(batch_sizes)
+        small, sizes = self._small(batch_sizes), list(batch_sizes)
         answers = self._ask(settings, small, sizes, 0)
         out = self._ran_out(answers)
         fewer = [size for size in sizes if out and size < out.failed_batch and len(small) > 1]
@@ -175,7 +175,7 @@ class Predicting(AsksRanks):
 
         They are recorded, and take their time to begin: where they make a step seem long, some others are timed.
         """
-        tried, small = self._history.now(), self._small(settings.batch_size)
+        tried, small = self._history.now(), self._small([settings.batch_size])
         samples = settings.batch_size * min(2, settings.accumulation_steps)
         if (tried and tried.samples_per_s) or small_s * samples / sum(small) <= LONGEST_GUESSED_S:
             return True
@@ -340,11 +340,13 @@ class Predicting(AsksRanks):
         compatibility.check(settings, workload, len(self._ranks))
         return settings
 
-    def _small(self, batch_size: int) -> list[int]:
-        """Return the batch sizes to try: the very one if it is small, or if the data bring their own."""
-        workload = self._training.workload
+    def _small(self, batch_sizes: Sequence[int]) -> list[int]:
+        """Return the batch sizes to try: the very one if it is small, or if the data bring their own; else two."""
+        workload, most = self._training.workload, max(batch_sizes)
         batched = workload is not None and workload.data.batched
-        return [batch_size] if batched or batch_size <= max(SMALL) else list(SMALL)
+        if not batched and most > max(SMALL):
+            return list(SMALL)
+        return [most] if min(batch_sizes) == most else [most // 2, most]
 
     def _ask(self, settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> list[Forecasts]:
         answers: list[Forecasts] = self._foreground.call_alone(
