@@ -183,9 +183,8 @@ def _fits_recut(one: Prediction) -> bool:
 
 def _at_least(answer: Forecasts, settings: Settings, seconds: float) -> Prediction:
     """Return what is known of settings under which a step ran out of memory."""
-    failure = answer.failure
+    failure, needed = answer.failure, answer.least_bytes
     assert failure
-    needed = (answer.limit_bytes or 0) + (failure.asked_bytes or 0) - (failure.free_bytes or 0)
     return Prediction(
         settings=settings,
         live_peak_bytes=needed,

@@ -136,6 +136,15 @@ class Forecasts:
     failed_batch: int = 0
     update_undone: str = ""
 
+    @property
+    def least_bytes(self) -> int:
+        """Return the least that the step needs that ran out of memory: more than the limit, whatever it said itself.
+
+        A library may not say what it asked for, and other processes on the device may have taken what seemed free.
+        """
+        asked, free = (self.failure.asked_bytes or 0, self.failure.free_bytes or 0) if self.failure else (0, 0)
+        return (self.limit_bytes or 0) + max(1, asked - free)
+
     def with_longest(self, others: Forecasts, sample: str, all_seen: bool) -> Forecasts:
         """Return the same with what micro-batches of the largest sample need.
 
@@ -149,9 +158,7 @@ class Forecasts:
         if len(others.of) != len(self.of) and (others.failure is None or others.failure.kind != "oom"):
             return self
         if others.failure:
-            asked, free = others.failure.asked_bytes or 0, others.failure.free_bytes or 0
-            least = (others.limit_bytes or 0) + asked - free
-            most = [max(least, one.high_bytes) for one in self.of]
+            most = [max(others.least_bytes, one.high_bytes) for one in self.of]
         else:
             most = [
                 other.high_bytes if all_seen else max(other.high_bytes, one.high_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,9 @@ def test_the_longest_sample_that_does_not_even_fit_a_small_step_is_a_lower_bound
     out = Forecasts(3, READING, 0.1, LIMIT, failure=failure, failed_batch=8)
     small = said(100).with_longest(out, "Sample 333 is large.", all_seen=True)
     assert small.of[0].high_bytes == 1400 * MIB
+    library = replace(out, failure=replace(failure, asked_bytes=None))
+    silent = said(100).with_longest(library, "Sample 333 is large.", all_seen=True)
+    assert predicted(silent.of[0], Settings(), LIMIT, None, "by hand", 0.0).verdict == TIGHT, "it ran out all the same"
     assert Forecasts(3, READING, 0.1, LIMIT, largest=64).with_longest(out, "", all_seen=True) == out
     broken = Forecasts(3, READING, 0.1, LIMIT, failure=Failure(0, "error", "forward", "no"), failed_batch=8)
     assert said(100).with_longest(broken, "", all_seen=True) == said(100)
