@@ -17,12 +17,13 @@ from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.questions.predicting import Predicting
 from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
+from gpumem_nb.planning.prediction import DOES_NOT_FIT
 from gpumem_nb.shared.categories import OPTIMIZER_STATE
-from gpumem_nb.shared.forecast import Forecasts
+from gpumem_nb.shared.forecast import Forecasts, Rehearsal
 from gpumem_nb.shared.knobs import KNOBS
-from gpumem_nb.shared.messages import Chunk
+from gpumem_nb.shared.messages import Chunk, Failure, Reading
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.workload import Workload
+from gpumem_nb.shared.workload import Workload, WorkloadInfo
 from tests.links import Overheard
 from tests.tiers import every, first_tier
 from tests.unit.test_one_rank import alone as alone  # a fixture
@@ -293,20 +294,31 @@ def test_weights_that_forward_writes_are_put_back(gpu: VirtualGPU, after: int) -
     assert losses[0] == losses[1]
 
 
+def predicting(**answers: Any) -> Predicting:
+    """With a rank that gives these answers."""
+    ranks = SimpleNamespace(
+        infos=[None],
+        settings=Settings(),
+        workload=WorkloadInfo("asked", 0, 0, 64, 0),
+        check_loaded=lambda: None,
+        call_alone=lambda function, *arguments, undone: [answers[function](*arguments)],
+    )
+    cluster = SimpleNamespace(ranks=ranks, history=History(1), training=ranks, foreground=ranks)
+    cluster.policy = cluster.origin = cluster.record = cluster.snapshots = None
+    return Predicting(cast(Any, cluster))
+
+
 @pytest.mark.parametrize(("batch_size", "sizes"), [(1, [1, 2, 4, 8]), (2, [1, 2, 4, 8, 16])])
 def test_what_several_small_micro_batches_need_follows_from_two_steps(
     gpu: VirtualGPU, batch_size: int, sizes: list[int]
 ) -> None:
-    trained = trainer(gpu)
-    ranks = SimpleNamespace(
-        infos=[None],
-        settings=Settings(),
-        workload=trained.info(),
-        check_loaded=lambda: None,
-        call_alone=lambda function, *arguments, undone: [getattr(trained.trials, function)(*arguments)],
-    )
-    cluster = SimpleNamespace(ranks=ranks, history=History(1), training=ranks, foreground=ranks)
-    cluster.policy = cluster.origin = cluster.record = cluster.snapshots = None
-    peaks = Predicting(cast(Any, cluster)).peaks_by_batch({"batch_size": batch_size})
+    peaks = predicting(forecast=trainer(gpu).trials.forecast).peaks_by_batch({"batch_size": batch_size})
     assert list(peaks) == sizes
     assert peaks[sizes[-1]] >= peaks[1] > 0
+
+
+def test_what_passed_the_limit_needs_more_than_that_whatever_the_budget() -> None:
+    failure = Failure(0, "oom", "forward", "out of memory", asked_bytes=30 * MIB, free_bytes=10 * MIB)
+    out = Forecasts(3, Reading(0, 0, 0, 0, None, 1000 * MIB), 0.1, 1000 * MIB, failure=failure, failed_batch=32)
+    said = predicting(rehearse=lambda settings: Rehearsal(out)).by_whole_steps(Settings(), 100 * MIB)
+    assert (said.verdict, said.lower_bound, said.low_bytes) == (DOES_NOT_FIT, True, 1020 * MIB)

@@ -367,6 +367,6 @@ class Predicting(AsksRanks):
 
 
 def _limited(answer: Forecasts, budget_bytes: int | None) -> Forecasts:
-    """Return the same with a budget, if that is less than the rank's limit."""
+    """Return the same with a budget, if that is less than the rank's limit, and it is not that which was passed."""
     limits = [limit for limit in (answer.limit_bytes, budget_bytes) if limit is not None]
-    return replace(answer, limit_bytes=min(limits, default=None))
+    return answer if answer.failure else replace(answer, limit_bytes=min(limits, default=None))
