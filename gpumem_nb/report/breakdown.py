@@ -138,13 +138,17 @@ def joined(spans: Sequence[Span], depth: int, shortest_ms: float = 0.0) -> list[
         last = found[-1] if found else None
         # Before, between and after its children a module runs for a moment itself.
         if last and last.phase == span.phase:
-            after = span.end_ms - span.begin_ms < shortest_ms and last.module.startswith(module)
-            before = last.end_ms - last.begin_ms < shortest_ms and module.startswith(last.module)
+            after = span.end_ms - span.begin_ms < shortest_ms and _is_in(last.module, module)
+            before = last.end_ms - last.begin_ms < shortest_ms and _is_in(module, last.module)
             if last.module == module or after or before:
                 found[-1] = Span(last.begin_ms, span.end_ms, last.phase, last.module if after else module)
                 continue
         found.append(Span(span.begin_ms, span.end_ms, span.phase, module))
     return found
+
+
+def _is_in(module: str, outer: str) -> bool:
+    return not outer or f"{module}.".startswith(f"{outer}.")
 
 
 def highest(timeline: Timeline, span: Span) -> int:

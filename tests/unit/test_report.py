@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from gpumem_nb.report import breakdown
 from gpumem_nb.report.breakdown import MOST_PARTS, highest, parts
 from gpumem_nb.report.memory import MemoryReport, RankMemory
 from gpumem_nb.report.written import SnapshotRow, Snapshots
@@ -178,6 +179,13 @@ def test_the_parts_of_a_deep_step_are_joined_until_they_are_few() -> None:
     assert [span.module for span in joined] == [f"blocks.{block}" for block in range(30)]
     assert len(joined) <= MOST_PARTS
     assert str(MemoryReport((known(),), timelines=(line,))).count("forward  blocks.") == 30
+
+
+def test_a_short_part_is_not_lost_in_one_whose_name_begins_alike() -> None:
+    spans = [Span(0.0, 0.5, "forward", "fc"), Span(0.5, 50.0, "forward", "fc2"), Span(50.0, 50.5, "forward", "fc")]
+    spans += [Span(50.5, 99.5, "forward", "head.out"), Span(99.5, 100.0, "forward", "head")]
+    found = breakdown.joined(spans, 2, shortest_ms=1.0)
+    assert [span.module for span in found] == ["fc", "fc2", "fc", "head.out"]
 
 
 def test_nvml_is_shown_beside_what_it_leaves_unexplained_and_gaps_have_their_reason() -> None:
