@@ -49,7 +49,7 @@ class Evaluation:
         if not found or len(found) < len(replies):
             return None
         samples = sum(of_rank.samples for of_rank in found)
-        names = next(of_rank.sums for of_rank in found if of_rank.samples)
+        names = dict.fromkeys(name for of_rank in found for name in of_rank.sums)  # none of a rank without samples
         # A number that some rank did not give is not known: the ranks' metrics differ.
         means = {
             name: _total(of_rank.sums.get(name, math.nan) for of_rank in found if of_rank.samples) / samples

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 from gpumem_nb.report import breakdown
 from gpumem_nb.report.breakdown import MOST_PARTS, highest, parts
 from gpumem_nb.report.memory import MemoryReport, RankMemory
+from gpumem_nb.report.run_summary import Evaluation
 from gpumem_nb.report.written import SnapshotRow, Snapshots
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.errors import InvalidInput
-from gpumem_nb.shared.messages import DeviceUse, RankInfo, Reading, Span
+from gpumem_nb.shared.messages import ChunkReply, DeviceUse, Evaluated, RankInfo, Reading, Span
 from tests.ledgers import MIB, info, ledger, reading, timeline
 
 
@@ -237,3 +239,14 @@ def test_snapshots_are_listed_with_model_step_and_age() -> None:
     assert "%hvd_resume PATH" in str(found)
     assert list(found.frame().steps) == [1200, 7]
     assert str(Snapshots(())) == "There is no automatic snapshot."
+
+
+def test_a_number_that_some_rank_did_not_give_is_not_known_whichever_rank_that_is() -> None:
+    sums = [{"loss": 8.0, "accuracy": 3.0}, {"loss": 8.0, "accuracy": 1.0, "recall": 1.0}, {}]
+    shares = [Evaluated(rank, 7, 1.0, 1, 4 if of_rank else 0, of_rank, 0.1, MIB) for rank, of_rank in enumerate(sums)]
+    replies = [ChunkReply(one.rank, (), reading(MIB, None), evaluated=one) for one in shares]
+    for order in (replies, replies[::-1]):
+        found = Evaluation.of_ranks(order)
+        assert found is not None
+        assert (found.loss, found.samples, found.metrics["accuracy"]) == (2.0, 8, 0.5)
+        assert math.isnan(found.metrics["recall"])
