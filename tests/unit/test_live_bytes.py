@@ -116,6 +116,10 @@ def test_where_cells_hold_a_scarce_limit_the_variable_is_named_and_no_flip_is_of
     assert causes(ranks=(on_rank(0), holding(30, graph=False))) == [], "tensors that a cell keeps where there is room"
     kept = holding(400, name="kept")
     assert causes(needs=scarce, ranks=(on_rank(0), kept), leaks=((LEAK,),))[0] == "leak"
+    within = ((dataclasses.replace(LEAK, name="kept.outputs[3]"),),)
+    assert "memory held by cells" not in causes(needs=scarce, ranks=(on_rank(0), kept), leaks=within)
+    for other in ("k", "ep", "outputs"):  # of which the leak's expression has the letters
+        assert "memory held by cells" in causes(ranks=(on_rank(0), holding(400, name=other)), leaks=within)
 
 
 def test_what_cells_hold_comes_before_settings_that_do_not_fit_with_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 
 from ....report.freed import held_by_cells as in_words_of_cells
@@ -71,13 +72,15 @@ def _of_cells(evidence: Evidence, rank: OnRank) -> dict[str, int]:
     """The bytes of a rank's variables that are worth a word; what leaks is a finding of its own."""
     if rank.live is None:
         return {}
-    leaks = " ".join(one.name for leaks in evidence.leaks for one in leaks)
+    leaking = [one.name for leaks in evidence.leaks for one in leaks]
     scarce = (evidence.share or 0) >= SCARCE or _runs_out(evidence)
     peak = rank.live_peak_bytes or (evidence.needs.live_peak_bytes if evidence.needs else 0)
     return {
         name: nbytes
         for name, nbytes in rank.live.notable.items()
-        if (scarce or name in rank.live.with_graph) and nbytes >= ERRORS[RECORDED] * peak and name not in leaks
+        if (scarce or name in rank.live.with_graph)
+        and nbytes >= ERRORS[RECORDED] * peak
+        and not any(re.match(rf"{re.escape(name)}\b", one) for one in leaking)
     }
 
 
