@@ -130,3 +130,21 @@ def test_the_size_of_ready_made_batches_is_found() -> None:
     assert stream.info.batch_size == 5
     with pytest.raises(WorkloadError, match="micro-batches of 5 samples"):
         next(stream.micro_batches(4, 1))
+    assert stream.notes == ()
+
+
+def test_of_ready_made_batches_of_other_sizes_it_is_said_what_speeds_count() -> None:
+    batches = [torch.ones(size, 2) for size in (5, 3, 8)]
+    for data in (DataLoader(batches, batch_size=None), iter_anew(batches)):  # type: ignore[arg-type]
+        stream = stream_of(data, 0, 1)
+        look_at(stream)
+        assert stream.info.batch_size == 5
+        assert stream.notes[-1] == "micro-batches of the data hold 3 to 8 samples, and samples/s count 5 of each"
+
+
+def iter_anew(items: list[Tensor]) -> Any:
+    class Batches:
+        def __iter__(self) -> Any:
+            return iter(items)
+
+    return Batches()

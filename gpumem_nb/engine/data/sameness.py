@@ -184,9 +184,16 @@ def _collated_vary(collate: Collate, samples: list[Any]) -> bool:
 
 
 def _take_batch_size(stream: Stream, items: list[Any]) -> None:
-    """Take the number of samples from a micro-batch that came ready-made."""
-    if stream.info.batched and (size := rows(items[0])):
-        stream.info = dataclasses.replace(stream.info, batch_size=size)
+    """Take the number of samples from a micro-batch that came ready-made, and say where others have another one."""
+    if not stream.info.batched or not (size := rows(items[0])):
+        return
+    stream.info = dataclasses.replace(stream.info, batch_size=size)
+    sizes = [found for item in items if (found := rows(item))]
+    if max(sizes) > min(sizes):
+        counts = (
+            f"micro-batches of the data hold {min(sizes)} to {max(sizes)} samples, and samples/s count {size} of each"
+        )
+        stream.notes = (*stream.notes, counts)
 
 
 def _digest(value: Any, begun: int = 0) -> int:
