@@ -289,9 +289,9 @@ FIXED = {
 
 def what_helps(category: str, phase: str, history: History, blocks: int) -> str:
     """Knobs that may free some of it; of those already tried, only what made the peak smaller."""
-    if not history.tried:
+    now = history.now()
+    if now is None:
         return ""
-    now = history.tried[-1]
     of_this_model = [tried for tried in reversed(history.tried) if tried.model_version == now.model_version]
     maybe, measured = [], []
     for changes in strongest_first(Need(category, phase, now.settings, blocks)):

@@ -201,8 +201,11 @@ def test_what_settings_needed_of_another_model_is_no_advice_for_this_one(history
     history.begin(3, "mine", NOW)
     steps(history, [9.0] * 6, settings_id=3, live_peak_bytes=40 * MIB)
     assert "had a peak of 10.0 MiB" in what_helps("activations", "forward", history, 4)
+    history.begin(4, "mine", NOW)
+    assert "had a peak of 10.0 MiB" in what_helps("activations", "forward", history, 4), "an interrupt changes nothing"
+    steps(history, [9.0] * 6, settings_id=4, live_peak_bytes=40 * MIB)
     history.model_may_have_changed()
-    steps(history, [9.0] * 6, settings_id=3, live_peak_bytes=80 * MIB)
+    steps(history, [9.0] * 6, settings_id=4, live_peak_bytes=80 * MIB)
     assert "had a peak of" not in what_helps("activations", "forward", history, 4)
 
 
