@@ -147,14 +147,15 @@ class Controls:
             dropdown.value = self._shown(name)
 
     def _wanted(self, name: str, value: Any) -> None:
-        """A person, or :meth:`follow`, changed a widget; what the session has already needs no action."""
-        if self._own_changes.under_way or value == self._shown(name):
+        """A person, or :meth:`follow`, changed a widget; what the session has, and keeps, needs no action."""
+        if self._own_changes.under_way or (value == self._shown(name) and not self._asked[name]):
             return
         self._change(name, value.strip(), lambda: self._is_doubtful(name, value.strip()))
 
     def _tune(self, change: dict[str, Any]) -> None:
         """A person, or :meth:`follow`, switched autotune."""
-        if not self._own_changes.under_way and change["new"] != _AUTOTUNE.text(self._session.policy.autotune):
+        now, asked = _AUTOTUNE.text(self._session.policy.autotune), self._asked[_AUTOTUNE.name]
+        if not self._own_changes.under_way and (change["new"] != now or asked):
             self._change(_AUTOTUNE.name, change["new"])
 
     def _change(self, name: str, value: str, doubtful: Callable[[], bool] = lambda: False) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.knobs.communication import COMMUNICATION_KNOBS
 from gpumem_nb.ui.controls import Controls
@@ -49,3 +51,22 @@ def test_autotune_is_switched_beside_them_and_shows_when_it_has_ended(session: S
     controls.follow()
     assert switch.value == "off"
     assert not queue
+
+
+@pytest.mark.parametrize(("name", "there", "back"), [("precision", "bf16", "fp32"), ("autotune", "on", "off")])
+def test_a_choice_that_is_taken_back_before_it_was_made_is_made_and_taken_back(
+    session: Session, name: str, there: str, back: str
+) -> None:
+    queue: list[Callable[[], object]] = []
+    controls = Controls(session, queue.append, queue.append)  # type: ignore[arg-type]
+    boxes = [*controls.knobs.children, *(knob for fold in controls.folds for knob in fold.children)]
+    control = next(knob.children[0] for knob in boxes if knob.children[0].description == name)
+    controls.follow()
+    control.value = there
+    control.value = back  # a question to the ranks is under way meanwhile
+    for action in queue:
+        action()
+    controls.follow()
+    assert control.value == back
+    assert not session.policy.autotune
+    assert session.settings.precision == "fp32"
