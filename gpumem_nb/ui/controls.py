@@ -48,7 +48,7 @@ class Controls:
         self._asked: dict[str, int] = dict.fromkeys((*KNOBS, _AUTOTUNE.name), 0)
         self._knobs = {name: knob for name, knob in KNOBS.items() if knob.in_front or knob.fold}
         self._own_changes = OwnChanges()
-        self._settings = session.settings
+        self._about = session.settings, session.history, session.history.loaded_as  # what errors and doubts are about
         self._widgets = {name: self._control(knob) for name, knob in self._knobs.items()}
         self._errors = {name: region("gpumem-error", "alert", "") for name in (*self._knobs, _AUTOTUNE.name)}
         self._autotune = ipywidgets.Dropdown(
@@ -81,8 +81,9 @@ class Controls:
             if not self._asked[_AUTOTUNE.name]:
                 self._autotune.value = _AUTOTUNE.text(session.policy.autotune)
             self._autotune.disabled = ended
-        if session.settings != self._settings:
-            self._settings = session.settings
+        about = session.settings, session.history, session.history.loaded_as
+        if about != self._about:
+            self._about, self._doubted = about, None
             for error in self._errors.values():
                 error.html = ""
         self._critical.html = critical_batch(session)

@@ -10,7 +10,7 @@ import pytest
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.knobs.communication import COMMUNICATION_KNOBS
 from gpumem_nb.ui.controls import Controls
-from tests.unit.test_flip_predictions import Session
+from tests.unit.test_flip_predictions import Session, load
 from tests.unit.test_flip_predictions import session as session
 
 
@@ -70,3 +70,24 @@ def test_a_choice_that_is_taken_back_before_it_was_made_is_made_and_taken_back(
     assert control.value == back
     assert not session.policy.autotune
     assert session.settings.precision == "fp32"
+
+
+def test_that_a_flip_will_not_fit_is_said_again_of_another_model(session: Session) -> None:
+    controls = Controls(session, lambda action: action(), lambda action: None)  # type: ignore[arg-type]
+    knob = next(knob for knob in controls.knobs.children if knob.children[0].description == "batch_size")
+    control, said = knob.children[:2]
+    for _ in range(2):
+        session.predict(batch_size=256)
+        controls.follow()
+        assert said.html == "", "nothing is left of the model before"
+        control.value = "256"
+        assert "Choose it again to flip anyway" in said.html
+        assert session.settings.batch_size == 32
+        controls.follow()
+        load(session)
+    session.predict(batch_size=256)
+    controls.follow()
+    for _ in range(2):
+        control.value = "256"
+        controls.follow()
+    assert session.settings.batch_size == 256
