@@ -218,15 +218,7 @@ def _of(
     allowed_bytes: int | None = None,
     first: Trace | None = None,
 ) -> Forecast:
-    base = np.bincount(trace.category[trace.before], trace.size[trace.before], len(CATEGORIES)).astype(np.int64)
-    base[CODE[COMMUNICATION]] += trace.foreign_bytes
-    base[CODE[OTHER]] += trace.rest_bytes
-    change = trace.change
-    live = _live(trace) + base.sum()
-    peak = int(live.argmax())
-    place = np.abs(trace.event[:peak]) - 1
-    at_peak = base + np.bincount(trace.category[place], change[:peak], len(CATEGORIES)).astype(np.int64)
-    at_peak[CODE[INSIDE_OPERATORS]] += trace.missing_bytes
+    at_peak, phase, module = _peak(trace)
     allocator = trace.allocator if allocator is None else allocator
     allowed = limit_bytes if allowed_bytes is None else allowed_bytes
     # Segments of their own and a growing one are cut differently.
@@ -240,16 +232,8 @@ def _of(
     fits = limit_bytes is None or reserved <= limit_bytes
     if limit_bytes and limit_bytes > more and not fits:
         fits = replay(events, limit_bytes - more, allocator, layout, allowed).within_limit
-    at = max(0, peak - 1)
-    found = Forecast(
-        live_peak_bytes=int(at_peak.sum()),
-        reserved_peak_bytes=max(reserved, int(at_peak.sum())),
-        fits=fits,
-        at_peak={category: int(size) for category, size in zip(CATEGORIES, at_peak, strict=True) if size},
-        phase=trace.phases[trace.phase[at]] if len(trace.event) else "",
-        module=trace.modules[trace.module[at]] if len(trace.event) else "",
-        how=how,
-    )
+    live = sum(at_peak.values())
+    found = Forecast(live, max(reserved, live), fits, at_peak, phase, module, how)
     near = limit_bytes is not None and _NEAR * limit_bytes < found.high_bytes <= limit_bytes
     if limit_bytes is None or not near or first is not None:
         return found
@@ -260,6 +244,25 @@ def _of(
         return replay(recut, room, allocator, layout, allowed).within_limit
 
     return replace(found, fits_recut=all(map(fits_after, _RECUT)))
+
+
+def _peak(trace: Trace, phase: str = "") -> tuple[dict[str, int], str, str]:
+    """Return live bytes by category at the peak of a step, or of one phase in it, and what runs then."""
+    base = np.bincount(trace.category[trace.before], trace.size[trace.before], len(CATEGORIES)).astype(np.int64)
+    base[CODE[COMMUNICATION]] += trace.foreign_bytes
+    base[CODE[OTHER]] += trace.rest_bytes
+    live = _live(trace)
+    if phase:
+        live[1:][trace.phase != trace.phases.index(phase)] = live[0] = live.min() - 1
+    peak, change = int(live.argmax()), trace.change
+    place = np.abs(trace.event[:peak]) - 1
+    at_peak = base + np.bincount(trace.category[place], change[:peak], len(CATEGORIES)).astype(np.int64)
+    at_peak[CODE[INSIDE_OPERATORS]] += trace.missing_bytes
+    found = {category: int(size) for category, size in zip(CATEGORIES, at_peak, strict=True) if size}
+    if not len(trace.event):
+        return found, "", ""
+    at = max(0, peak - 1)
+    return found, trace.phases[trace.phase[at]], trace.modules[trace.module[at]]
 
 
 def _of_other_size(trace: Trace, share: float) -> Trace:
@@ -275,26 +278,39 @@ def _by_peaks(
     allocator: AllocatorSettings | None,
     allowed_bytes: int | None,
 ) -> Forecast:
-    """Return a straight line through two peaks, for steps that do not ask for the same tensors.
+    """Return a straight line through the two peaks of each phase, for steps that do not ask for the same tensors.
 
+    That of the phase which comes out highest counts: in small steps the update's may hide how those before it grow.
     Segments come in pieces of 20 MiB, so a line through what two small steps reserve would say little. Nor do these
     tell what of their cache would be collected as garbage near the limit: that is said.
     """
-    small, large = (_of(trace, None, BY_PEAKS, allocator) for trace in traces)
+    of_large = _of(traces[1], None, BY_PEAKS, allocator)
     steps = (batch_size - traces[1].batch_size) / (traces[1].batch_size - traces[0].batch_size)
-    grown = max(0, large.live_peak_bytes - small.live_peak_bytes)
-    more = {category: max(0, size - small.at_peak.get(category, 0)) for category, size in large.at_peak.items()}
-    at_peak = {
-        category: max(0, round(size + grown * steps * more[category] / (sum(more.values()) or 1)))
-        for category, size in large.at_peak.items()
-    }
+    small, large = ({phase: _peak(one, phase) for phase in _phases(one)} for one in traces)
+    lines = [(_line(small.get(name, found)[0], found[0], steps), *found[1:]) for name, found in large.items()]
+    at_peak, phase, module = max(lines, key=lambda line: sum(line[0].values()))
     live = sum(at_peak.values())
-    reserved = live + large.reserved_peak_bytes - large.live_peak_bytes
+    reserved = live + of_large.reserved_peak_bytes - of_large.live_peak_bytes
     fits = limit_bytes is None or reserved <= limit_bytes
     allocator = traces[1].allocator if allocator is None else allocator
     allowed = limit_bytes if allowed_bytes is None else allowed_bytes
     how = BY_PEAKS_AT_MOST if allocator.garbage_collection_threshold and allowed else BY_PEAKS
-    return Forecast(live, reserved, fits, at_peak, large.phase, large.module, how)
+    return Forecast(live, reserved, fits, at_peak, phase, module, how)
+
+
+def _phases(trace: Trace) -> list[str]:
+    """Return those in which anything was asked for or released; of a step without any such event the whole."""
+    return [trace.phases[number] for number in sorted(set(trace.phase.tolist()))] or [""]
+
+
+def _line(small: dict[str, int], large: dict[str, int], steps: float) -> dict[str, int]:
+    """Return live bytes by category so many steps behind the larger one of two, each as long as that between them."""
+    grown = max(0, sum(large.values()) - sum(small.values()))
+    more = {category: max(0, size - small.get(category, 0)) for category, size in large.items()}
+    return {
+        category: max(0, round(size + grown * steps * more[category] / (sum(more.values()) or 1)))
+        for category, size in large.items()
+    }
 
 
 def _live(trace: Trace) -> Ints:

@@ -139,6 +139,17 @@ def test_steps_that_have_nothing_in_common_are_continued_by_their_peaks() -> Non
     assert forecast(SmallSteps([trace(2), other]), 64, None).how == BY_PEAKS
 
 
+def test_an_update_that_is_the_peak_of_both_small_steps_hides_nothing_of_what_grows() -> None:
+    """Such as that of Adam: a line through the peaks of whole steps would let any batch fit."""
+    large = trace(4)
+    large = replace(large, call=np.where(large.call == 0, 9, large.call))
+    found = forecast(SmallSteps([trace(2), large]), 64, None)
+    assert (found.how, found.live_peak_bytes, found.phase) == (BY_PEAKS, (1 + 64 + 16) * MIB, "forward")
+    assert found.at_peak == {PARAMETERS: MIB, ACTIVATIONS: 64 * MIB, TEMPORARIES: 16 * MIB}
+    assert forecast(SmallSteps([trace(2), large]), 3, None).live_peak_bytes == 21 * MIB, "the update's"
+    assert largest(SmallSteps([trace(2), large]), 100 * MIB, 1000) < 80
+
+
 COLLECTS = AllocatorSettings(garbage_collection_threshold=0.5)
 
 
