@@ -10,6 +10,8 @@ from .settings import Settings
 
 SMALL = (8, 16)
 """Batch sizes of the steps from which larger ones follow; see docs/prediction.md."""
+FEWEST = (2, 4)
+"""The same where those run out of memory; some models mix pairs, so it is not one sample."""
 MOST_BATCH = 2**20
 """Of the batch sizes that are looked through where the data set none."""
 
@@ -159,6 +161,7 @@ class Forecasts:
             return self
         if others.failure:
             most = [max(others.least_bytes, one.high_bytes) for one in self.of]
+            sample = f"{sample} A step of {others.failed_batch} of the largest runs out of memory.".lstrip()
         else:
             most = [
                 other.high_bytes if all_seen else max(other.high_bytes, one.high_bytes)

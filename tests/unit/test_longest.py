@@ -114,6 +114,23 @@ def test_a_forecast_knows_what_micro_batches_with_the_longest_sample_need() -> N
     assert of_failed_step.longest_bytes is None
 
 
+def test_where_a_small_step_of_the_longest_sample_does_not_fit_fewer_tell_what_it_needs() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 50))
+
+    device = opened()
+    trainer = Trainer(Workload("reader", model, texts, next_word), stream(), device, time.time())
+    settings, logits = Settings(batch_size=16, optimizer="sgd"), 4 * 16 * 6000 * 50
+    before = device.reading()
+    device.set_limit(before.reserved_bytes + round(1.2 * logits))
+    try:
+        found = trainer.trials.forecast(settings, [16], [16], 0).of[0]
+    finally:
+        device.set_limit(before.limit_bytes)
+    assert found.high_bytes > 3.5 * logits, "it is no lower bound"
+    assert found.sample.endswith("Shorten such samples, or leave them out.")
+
+
 def said(mib: int, how: str = VARYING) -> Forecasts:
     one = Forecast(mib * MIB, mib * MIB, mib * MIB <= LIMIT, {}, "forward", "", how)
     return Forecasts(3, READING, 0.1, LIMIT, (one,), largest=mib, likely=mib)
@@ -142,6 +159,7 @@ def test_the_longest_sample_that_does_not_even_fit_a_small_step_is_a_lower_bound
     small = said(100).with_longest(out, "Sample 333 is large.", all_seen=True)
     assert small.of[0].high_bytes == 1400 * MIB
     library = replace(out, failure=replace(failure, asked_bytes=None))
+    assert small.of[0].sample == "Sample 333 is large. A step of 8 of the largest runs out of memory."
     silent = said(100).with_longest(library, "Sample 333 is large.", all_seen=True)
     assert predicted(silent.of[0], Settings(), LIMIT, None, "by hand", 0.0).verdict == TIGHT, "it ran out all the same"
     assert Forecasts(3, READING, 0.1, LIMIT, largest=64).with_longest(out, "", all_seen=True) == out

@@ -19,6 +19,7 @@ from ...shared.categories import CATEGORIES, OPTIMIZER_STATE, PARAMETERS
 from ...shared.errors import WorkloadError
 from ...shared.forecast import (
     BY_PEAKS,
+    FEWEST,
     UPDATE_ON_SCRATCH,
     UPDATE_SCALED,
     UPDATE_TRAINED,
@@ -225,6 +226,9 @@ class Trials:
             return found
         with stream.of_longest():
             of_longest = self._forecast(settings, small, batch_sizes, most)
+            out = of_longest.failure is not None and of_longest.failure.kind == "oom"
+            if here().any_rank(out, "fewer") and max(small) > max(FEWEST) and not stream.info.batched:
+                of_longest = self._forecast(settings, FEWEST, batch_sizes, most)
         known = stream.longest()
         return found.with_longest(of_longest, known.words if known else "", known is not None and known.all_seen)
 

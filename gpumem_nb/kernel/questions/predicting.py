@@ -17,14 +17,13 @@ from ...planning.what_if import AllocatorWhatIf, WhatIf, single_flips
 from ...report.differences import splits
 from ...shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, variable
 from ...shared.errors import InvalidInput, NotThisTime, WorkloadError
-from ...shared.forecast import MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
+from ...shared.forecast import FEWEST, MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
 from ...shared.knobs.step import shortened
 from ...shared.settings import Settings
 from ...shared.workload import Splits
 from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 
-FEWEST = [2, 4]  # samples of two steps, where larger ones run out of memory; some models mix pairs
 _PASSING = ("interrupted", "stall", "diverged")  # failures after which another try may go well
 HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
 LONGEST_S = 2.0  # whole steps that take longer, as far as is known, are not tried out: that would take too long
@@ -96,9 +95,9 @@ class Predicting(AsksRanks):
         if out is None:
             found = self._of_sizes(settings, sizes, answers, small, budget_bytes)
         elif fewer:
-            answers = self._ask(settings, FEWEST, fewer, 0)
+            answers = self._ask(settings, list(FEWEST), fewer, 0)
             failed = self._ran_out(answers)
-            found = {} if failed else self._of_sizes(settings, fewer, answers, FEWEST, budget_bytes)
+            found = {} if failed else self._of_sizes(settings, fewer, answers, list(FEWEST), budget_bytes)
             out = failed or out
         return [found.get(size) or self._ran_out_at(out, settings.replace(batch_size=size)) for size in sizes]
 
@@ -212,7 +211,7 @@ class Predicting(AsksRanks):
             )
         parsed = map(AllocatorSettings.parse, others) if others else (DEFAULT, *USUAL)
         wanted = [one for one in dict.fromkeys(parsed) if one != now]
-        fewer = [] if self._loaded().data.batched else [list(SMALL), FEWEST]
+        fewer = [] if self._loaded().data.batched else [list(SMALL), list(FEWEST)]
         for small in [[settings.batch_size], *(sizes for sizes in fewer if max(sizes) < settings.batch_size)]:
             answers: list[Forecasts] = self._foreground.call_alone(
                 "forecast_allocators", shortened(settings), small, wanted, undone=True
@@ -286,7 +285,7 @@ class Predicting(AsksRanks):
     def _by_smallest_steps(self, settings: Settings, most: int) -> tuple[int, int, float]:
         """Return the largest sizes that fit certainly and likely by small steps, which took ``seconds``; 0 for none."""
         ran_out = False
-        for small in (list(SMALL), FEWEST, [2], [1]):
+        for small in (list(SMALL), list(FEWEST), [2], [1]):
             answers = self._ask(settings, small, [], most)
             try:
                 failed = self._ran_out(answers)
