@@ -124,7 +124,7 @@ def _looked_at(plain: PlainCell) -> Part:
         fresh=frozenset(fresh | surely),
         reads=frozenset(reads),
         first=frozenset(first),
-        late=frozenset(late - surely),
+        late=frozenset(late),
         acts=any(one.acts for one in statements),
         looks=all(one.looks for one in statements),
     )

@@ -160,10 +160,31 @@ def test_a_script_makes_what_the_notebook_had(
     ],
 )
 def test_what_definitions_hold_and_inherit_changes_by_way_of_their_names(cells: tuple[str, ...]) -> None:
-    whole = ("net = [5]", *cells)
+    here, there = both("net = [5]", *cells)
+    assert here == there
+    assert here != [5]
+
+
+def both(*cells: str) -> tuple[Any, Any]:
+    """What ``net`` is in a script, and in the notebook."""
     there: dict[str, Any] = {}
     here: dict[str, Any] = {}
-    exec("\n".join(whole), there)
-    exec(selected([Cell(one) for one in whole], ["net"], 0, forgotten=False).definitions, here)
-    assert here["net"] == there["net"]
-    assert here["net"] != [5]
+    exec("\n".join(cells), there)
+    exec(selected([Cell(one) for one in cells], ["net"], 0, forgotten=False).definitions, here)
+    return here["net"], there["net"]
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ("scale = 1\ndef make(): return scale", "scale = 2", "net = make()"),
+        ("config = dict(width=1)\ndef make(): return config['width']", "config.update(width=5)", "net = make()"),
+        ("known = {}\ndef place(word): return known.setdefault(word, len(known))", "place('a')", "net = place('b')"),
+        ("rng = random.Random(0)\ndef pick(): return rng.random()", "pick()", "net = pick()"),
+        ("rows = []\nclass Net:\n    def size(self): return len(rows)", "rows.append(1)", "net = Net().size()"),
+        ("def act(): return 1\ndef make(): return act()", "def act(): return -1", "net = make()"),
+    ],
+)
+def test_what_functions_use_of_their_own_cell_may_change_in_later_ones(cells: tuple[str, ...]) -> None:
+    here, there = both("import random", *cells)
+    assert here == there
