@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ..shared.questions import Cell
-from .effects import ANY, IMPORTING
+from .effects import ANY, IMPORTING, OF_CLASS
 from .files import doing_more, makes_files
 from .imports import PLOTTING, brought_by_all, imported_in, imported_inside
 from .names import last
@@ -176,7 +176,7 @@ class Relations:
         used |= {name for one in statements if not one.imports for name in one.binds}
         self._silent = {name for name, package in self._package.items() if self._is_others(package)} - used
         self._aliases = set[str]()
-        packages = self._package.keys() | IMPORTING
+        packages = self._package.keys() | IMPORTING | {"torch"}
         while (
             more := {n for one in statements if one.parts_of & (packages | self._aliases) for n in one.aliases}
             - self._aliases
@@ -190,6 +190,8 @@ class Relations:
         for one in statements:
             for name in one.binds if one.defines or one.late or one.effects_late or one.sets_late else ():
                 self._definitions[name].append(one)
+            for name, method in one.methods:
+                self._definitions[name].append(method)
         self._used = {name for one in statements for name in one.reads | one.late}
         self._reached = [self._reach(part) for part in parts]
         self._parent: dict[_Version, _Version] = {}
@@ -201,7 +203,11 @@ class Relations:
         """Count functions and classes that hold other objects, as defaults or attributes, among what changes."""
         self._holders = frozenset[str]()
         while True:
-            holding = [one for one in definitions if one.holds or not one.reads <= self._fixed | one.adds_to]
+            holding = [
+                one
+                for one in definitions
+                if one.holds or one.effects & self._defined or not one.reads <= self._fixed | one.adds_to
+            ]
             holders = {name for one in holding for name in one.binds}
             if holders <= self._holders:
                 return
@@ -218,7 +224,8 @@ class Relations:
     def pokes(self, place: int, names: Collection[str]) -> bool:
         """Return whether a part may change functions, classes or packages of these names: calls alone do not."""
         statements = self._parts[place].statements
-        values = {name for one in statements if one.acts for name in one.values | self._reach_from(one.reads).sets}
+        values = {name for one in statements if one.acts for name in one.values | self._called_by(one).sets}
+        values |= {name for one in statements if one.acts for name in self._reach_from(one.sets).names}
         changed = self._defined.intersection(values.union(*(self._others[name] for name in values)))
         return not changed.union(*(one.adds_to for one in statements)).isdisjoint(names)
 
@@ -241,7 +248,7 @@ class Relations:
 
     def may_reach(self, one: Statement) -> bool:
         """Return whether a statement may use and define anything, by functions that it calls too."""
-        return one.reaches or (one.acts and self._reach_from(one.reads).reaches)
+        return one.reaches or (one.acts and self._called_by(one).reaches)
 
     def reaches(self, place: int) -> bool:
         """Return whether a part may use and define anything, by ``exec``, ``globals()`` and the like."""
@@ -251,14 +258,14 @@ class Relations:
         """Return the statements of a part that make files, in functions that they call too."""
         found = []
         for one in self._parts[place].statements:
-            called = [] if one.defines else [one, *self._reach_from(one.reads).statements]
+            called = [] if one.defines else [one, *self._called_by(one).statements]
             if any(makes_files(node, self._meant) for it in called for node in _not_classes(it)):
                 found.append(one.text)
         return found
 
     def _is_doubtful(self, one: Statement) -> bool:
         silent = one.imports and bool(one.binds & self._silent)
-        reached = self._reach_from(one.reads) if one.acts else _Reached()
+        reached = self._called_by(one) if one.acts else _Reached()
         by_others = {name for name in one.effects if self._package.get(name, "") in sys.stdlib_module_names}
         effects = one.effects | reached.effects | ({name for *_, name in one.gives} if by_others else set())
         changed = self._settable(self._sets(one)) or effects & self._effective()
@@ -269,11 +276,14 @@ class Relations:
         others = {name for name, package in self._package.items() if self._is_others(package)}
         return others | self._aliases | IMPORTING | {"torch"}
 
+    def _package_of(self, name: str) -> str:
+        return self._package.get(name, name)
+
     def _is_others(self, package: str) -> bool:
         return package not in sys.stdlib_module_names | PLOTTING | _OURS
 
     def _sets(self, one: Statement) -> set[str]:
-        reached = self._reach_from(one.reads) if one.acts else _Reached()
+        reached = self._called_by(one) if one.acts else _Reached()
         setters = [it for it in (*reached.statements, *([] if one.defines else [one])) if it.sets_given and one.acts]
         return {*one.sets, *reached.sets} | {
             name
@@ -283,27 +293,33 @@ class Relations:
 
     def _settable(self, names: Collection[str]) -> bool:
         modules = {name for name, package in self._package.items() if package not in PLOTTING | _OURS}
-        return bool((modules | {"torch"} | self._aliases | IMPORTING) & {*names})
+        return bool((modules | {"torch", OF_CLASS} | self._aliases | IMPORTING) & {*names})
 
     def _reach(self, part: Part) -> _Reached:
         found = self._reach_from(part.reads | {name for one in part.statements for name in one.reads})
-        found.reaches |= any(one.reaches for one in part.statements)
+        found.reaches |= any(map(self.may_reach, part.statements))
         return found
 
-    def _reach_from(self, names: Collection[str]) -> _Reached:
-        """Return what functions of these names do, and those that they call."""
+    def _called_by(self, one: Statement) -> _Reached:
+        """Return what functions and methods do that a statement may call."""
+        return self._reach_from(one.reads | one.calls, by_methods=True)
+
+    def _reach_from(self, names: Collection[str], by_methods: bool = False) -> _Reached:
+        """Return what functions of these names do, and those that they call; ``by_methods`` of objects too."""
         found, waiting = _Reached(), list(names)
         while waiting:
             name = waiting.pop()
             if name in found.names:
                 continue
             found.names.add(name)
+            if name.endswith("()") and name[:-2] not in self._fixed:
+                waiting.extend((".__call__", ".forward"))
             for one in self._definitions.get(name, ()):
                 found.statements.append(one)
                 found.sets |= one.sets_late
-                found.effects |= one.effects_late
+                found.effects |= {it for it in one.effects_late if name[0] != "." or self._package_of(it) != "torch"}
                 found.reaches |= one.reaches
-                waiting.extend(one.late | one.adds_to)
+                waiting.extend(one.late | one.adds_to | (one.calls_late if by_methods else frozenset()))
         return found
 
     def _stands(self, name: str) -> bool:

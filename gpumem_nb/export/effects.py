@@ -14,7 +14,7 @@ _SETTING = re.compile(
     r"(?!.*(seed|print|verbosity|option$))(set|use_|enable|disable|register|add_safe|update|chdir|putenv)"
 )
 _OF_LISTS = {"insert", "append", "extend", "remove", "pop", "clear"}
-_LOOKING_INTO = {"getattr", "vars", "type", "iter", "reversed", "enumerate", "zip"}
+_LOOKING_INTO = {"getattr", "vars", "type", "iter", "reversed", "enumerate", "zip", "partial"}
 """Functions that give parts of what they are given."""
 IMPORTING = frozenset({"import_module", "__import__", "reload"})
 """Functions that give modules."""
@@ -29,6 +29,10 @@ _REACHING_INSIDE = {
     "run_cell",
     "exec",
 }
+
+
+OF_CLASS = "__class__"
+"""In place of a root: the class of some object, which may be any."""
 
 
 def root(node: ast.AST) -> str:
@@ -61,18 +65,44 @@ def values(node: ast.AST) -> Iterator[str]:
 
 def sets(node: ast.AST) -> Iterator[str]:
     """Yield roots of what gets attributes or items, or is told by a call to set something."""
-    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-        yield root(node)
+    changed = [node.value] if isinstance(node, ast.Attribute | ast.Subscript) and _is_changed(node) else []
     what = last(node.func) if isinstance(node, ast.Call) else ""
     if isinstance(node, ast.Call) and what in ("setattr", "delattr"):
-        yield from map(root, node.args[:1])
-    elif isinstance(node, ast.Call) and (_SETTING.match(what) or _changes_path(node.func, what)):
+        changed = node.args[:1]
+    elif isinstance(node, ast.Call) and (_SETTING.match(what) or _changes_list(node.func, what)):
         yield root(node.func)
+    elif isinstance(node, ast.AugAssign):
+        yield root(node.target)
+    for one in changed:
+        yield root(one)
+        yield from [OF_CLASS] if _is_of_class(one) else ()
 
 
-def _changes_path(function: ast.AST, what: str) -> bool:
-    """Return whether a call changes ``sys.path``; ``os.path`` has no such functions."""
-    return what in _OF_LISTS and last(getattr(function, "value", function)) == "path"
+def _is_changed(node: ast.Attribute | ast.Subscript) -> bool:
+    return not isinstance(node.ctx, ast.Load)
+
+
+def _is_of_class(node: ast.AST) -> bool:
+    """Return whether an expression is as ``type(net).scale`` or ``net.__class__.scale``."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        if last(node.func if isinstance(node, ast.Call) else node) in ("type", "__class__"):
+            return True
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return False
+
+
+def _changes_list(function: ast.AST, what: str) -> bool:
+    """Return whether a call changes what a list or dict has, of a package or its own; ``np.append`` changes none."""
+    held = getattr(function, "value", function)
+    return what in _OF_LISTS and (isinstance(held, ast.Attribute) or last(held) in ("path", "environ"))
+
+
+def methods(node: ast.AST) -> Iterator[str]:
+    """Yield the methods that may be called: ``.name``, and ``name()`` for what may be called as a function is."""
+    if isinstance(node, ast.Call):
+        yield f".{node.func.attr}" if isinstance(node.func, ast.Attribute) else f"{last(node.func)}()"
+    elif isinstance(node, ast.withitem):
+        yield from (".__enter__", ".__exit__")
 
 
 def effects(node: ast.AST) -> Iterator[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import symtable
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from .effects import Given, effects, given_on, parts_in, reaches, root, sets, sets_given, values
+from .effects import OF_CLASS, Given, effects, given_on, methods, parts_in, reaches, root, sets, sets_given, values
+from .names import last
 
 NOTEBOOK = frozenset({"get_ipython", "display"})
 """What IPython adds to Python's own names."""
@@ -21,6 +23,8 @@ _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _DEFINITIONS = _FUNCTIONS | ast.ClassDef
 _SURE = _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Assign
 _ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
+_OBJECTS = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.GeneratorExp | ast.Call
+_CACHE = re.compile("cache(?!d_property)|memoi")  # decorators whose functions give one object again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class Statement:
         sets: roots of what it sets attributes or items of, or calls by a name that says that it sets something.
         effects: roots of what it calls and gets nothing of, and of decorators.
         sets_late, effects_late: the same of its functions.
+        calls, calls_late: the methods that it may call when it runs, and those that its functions may.
+        methods: of a class, each looked at like a function.
         gives: roots of names and attributes in it that are not called, but may be given to a function.
         sets_given: which arguments its functions set or change something of.
         adds_to: classes that it extends, and packages that it imports parts of.
@@ -53,6 +59,7 @@ class Statement:
         acts: whether anything runs in it but definitions.
         looks: whether it only shows something.
         waits: whether it waits outside of functions, as a cell may and a script may not.
+        holds: whether it is a definition that keeps objects from one use to the next.
     """
 
     text: str
@@ -69,6 +76,9 @@ class Statement:
     effects: frozenset[str]
     sets_late: frozenset[str]
     effects_late: frozenset[str]
+    calls: frozenset[str]
+    calls_late: frozenset[str]
+    methods: tuple[tuple[str, Statement], ...]
     gives: frozenset[Given]
     sets_given: frozenset[int | str]
     adds_to: frozenset[str]
@@ -127,6 +137,9 @@ def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
         effects=frozenset(name for one in own for name in effects(one)),
         sets_late=frozenset(name for one in everything for name in sets(one)) if late or defines else frozenset(),
         effects_late=frozenset(name for one in everything for name in effects(one)) if late or defines else frozenset(),
+        calls=frozenset(name for one in own for name in methods(one)),
+        calls_late=frozenset(name for one in everything for name in methods(one)) if late or defines else frozenset(),
+        methods=tuple((f".{one.name}", statement(one, ())) for one in _methods_of(node)),
         gives=frozenset(
             name for one in (getattr(node, "decorator_list", []) if defines else [node]) for name in given_on(one)
         ),
@@ -167,8 +180,14 @@ class _WithoutAwait(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
+def _methods_of(node: ast.stmt) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield from (one for one in node.body if isinstance(one, _FUNCTIONS)) if isinstance(node, ast.ClassDef) else ()
+
+
 def _holds(node: ast.AST) -> bool:
-    """Return whether a definition has lists or dicts of its own, as defaults or attributes."""
+    """Return whether a definition keeps objects from one use to the next: defaults, attributes of a class, a cache."""
+    if any(_CACHE.search(last(getattr(one, "func", one))) for one in getattr(node, "decorator_list", [])):
+        return True
     if isinstance(node, _FUNCTIONS):
         given = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
     else:
@@ -176,7 +195,14 @@ def _holds(node: ast.AST) -> bool:
         given = [one.value for one in node.body if isinstance(one, ast.Assign | ast.AnnAssign) and one.value]
         if any(isinstance(one, _DEFINITIONS) and _holds(one) for one in node.body):
             return True
-    return any(isinstance(part, ast.List | ast.Dict | ast.Set) for one in given for part in ast.walk(one))
+        if any(name in (OF_CLASS, "cls") for part in ast.walk(node) for name in sets(part)):
+            return True
+    return any(isinstance(part, _OBJECTS) and not _is_field(part) for one in given for part in ast.walk(one))
+
+
+def _is_field(node: ast.AST) -> bool:
+    """Return whether it is as in data classes: each of these has an object of its own."""
+    return isinstance(node, ast.Call) and last(node.func) == "field"
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:

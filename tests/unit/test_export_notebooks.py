@@ -105,6 +105,7 @@ def begun() -> dict[str, Any]:
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(0)
     torch.set_default_dtype(torch.float32)
+    torch.backends.cudnn.enabled = True
     shell = type("Shell", (), {"system": print, "run_line_magic": run, "run_cell_magic": run})
     return {"__name__": "script", "torch": torch, "get_ipython": shell, "display": print}
 
@@ -167,11 +168,13 @@ def test_what_definitions_hold_and_inherit_changes_by_way_of_their_names(cells: 
 
 def both(*cells: str) -> tuple[Any, Any]:
     """What ``net`` is in a script, and in the notebook."""
-    there: dict[str, Any] = {}
-    here: dict[str, Any] = {}
-    exec("\n".join(cells), there)
-    exec(selected([Cell(one) for one in cells], ["net"], 0, forgotten=False).definitions, here)
-    return here["net"], there["net"]
+    found = []
+    for code in (selected([Cell(one) for one in cells], ["net"], 0, forgotten=False).definitions, "\n".join(cells)):
+        names = begun()
+        exec(code, names)
+        found.append(names["net"])
+    begun()
+    return found[0], found[1]
 
 
 @pytest.mark.parametrize(
@@ -188,3 +191,89 @@ def both(*cells: str) -> tuple[Any, Any]:
 def test_what_functions_use_of_their_own_cell_may_change_in_later_ones(cells: tuple[str, ...]) -> None:
     here, there = both("import random", *cells)
     assert here == there
+
+
+COUNTED = "class Layer:\n    made = 0\n    def __init__(self):\n        {0}.made += 1\n        self.number = {0}.made"
+NUMBER = "net = Layer().number"
+DOUBLE = "torch.set_default_dtype(torch.float64)"
+DTYPE = "net = torch.get_default_dtype()"
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ("import functools\n@functools.lru_cache(None)\ndef make(): return [1]", "make().append(2)", "net = make()"),
+        (
+            "kept = []\ndef memo(f): return lambda: kept or kept.append(f()) or kept",
+            "@memo\ndef make(): return 1",
+            "make().append(2)",
+            "net = make()",
+        ),
+        (
+            "def known(f=None, kept=dict()): return kept if f is None else kept.update({f.__name__: f})",
+            "def small(): return 3",
+            "known(small)",
+            "net = known()['small']()",
+        ),
+        (
+            "import itertools\nclass Layer:\n    ids = itertools.count()",
+            "class Layer(Layer):\n    def __init__(self): self.number = next(self.ids)",
+            "probe = Layer()",
+            NUMBER,
+        ),
+        (COUNTED.format("type(self)"), "probe = Layer()", NUMBER),
+        (COUNTED.format("self.__class__"), "probe = Layer()", NUMBER),
+        (COUNTED.format("Layer"), "class More(Layer): pass", "probe = More()", NUMBER),
+        (
+            "class Config:\n    one, width = None, 1\n    def __new__(cls):\n"
+            "        cls.one = cls.one or super().__new__(cls)\n        return cls.one",
+            "config = Config()\nconfig.width = 8",
+            "net = Config().width",
+        ),
+        ("class Net: scale = 1", "net = Net()", "type(net).scale = 3", "net = Net().scale"),
+        ("class Net: scale = 1", "net = Net()", "setattr(net.__class__, 'scale', 3)", "net = Net().scale"),
+        ("class Net: scale = 1", "def kind(): return Net", "kind().scale = 4", "net = Net().scale"),
+        (f"class Setup:\n    def apply(self): {DOUBLE}", "setup = Setup()", "setup.apply()", DTYPE),
+        (f"class Setup:\n    def __call__(self): {DOUBLE}", "setup = Setup()", "setup()", DTYPE),
+        (
+            f"class Setup:\n    def __enter__(self): {DOUBLE}\n    def __exit__(self, *_): pass",
+            "setup = Setup()",
+            "with setup: pass",
+            DTYPE,
+        ),
+        (
+            f"class Setup:\n    def outer(self): self.inner()\n    def inner(self): {DOUBLE}",
+            "setup = Setup()",
+            "def prepare(): setup.outer()",
+            "prepare()",
+            DTYPE,
+        ),
+        (
+            "class Runs:\n    def go(self, code): exec(code, globals())",
+            "net, runs = [1], Runs()",
+            "runs.go('net.append(2)')",
+        ),
+        (
+            "import functools\nset_double = functools.partial(torch.set_default_dtype, torch.float64)",
+            "set_double()",
+            DTYPE,
+        ),
+        ("cudnn = torch.backends.cudnn", "cudnn.enabled = False", "net = torch.backends.cudnn.enabled"),
+        ("import os\nos.environ['EXPORTED'] = '1'", "os.environ.pop('EXPORTED')", "net = os.environ.get('EXPORTED')"),
+        (
+            "import string\nstring.kinds = [1]",
+            "from string import kinds\nkinds += [2]",
+            "import string\nnet = [*string.kinds]",
+        ),
+    ],
+    ids=lambda cells: cells[-2],
+)
+def test_what_classes_and_functions_keep_and_methods_set_is_as_in_the_notebook(cells: tuple[str, ...]) -> None:
+    here, there = both(*cells)
+    assert here == there
+
+
+def test_methods_that_set_nothing_do_not_keep_what_calls_them() -> None:
+    define = "class Net:\n    def fit(self):\n        self.rows = [1]\n        torch.nn.init.zeros_(self.weight)"
+    script = selected([Cell(define), Cell("other = Net()"), Cell("other.fit()"), Cell("net = [1]")], ["net"], 0, False)
+    assert "fit()" not in script.definitions
