@@ -9,7 +9,7 @@ import inspect
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -100,11 +100,8 @@ class Collector:
             self.definitions.append(f"{name} = {value.__name__}")
             self.defined.append(name)
         elif isinstance(value, types.FunctionType | type):
-            source = _source(role, name, value)
-            self._names_in(role, source, _globals(value))
-            self.definitions.append(source)
+            self._add(role, name, _source(role, name, value), _globals(value))
             self.lazy_annotations |= _has_lazy_annotations(value)
-            self.defined.append(name)
         else:
             self.definitions.append(f"{name} = {self._plain(role, name)(value)}")
             self.defined.append(name)
@@ -121,21 +118,27 @@ class Collector:
         written = f"def {name}({ast.unparse(node.args)}):\n    return {body}"
         if not returns_like(written, function, source):
             raise _another_source(f"The workload's {role} is a lambda that")
-        self._names_in(role, ast.unparse(node), function.__globals__)
-        self.definitions.append(written)
         self.names[name] = function
-        self.defined.append(name)
+        self._add(role, name, written, function.__globals__)
 
-    def _names_in(self, role: str, source: str, known: dict[str, Any]) -> None:
-        """Define whatever some code uses of its module."""
-        used = [statement(node, ()) for node in ast.parse(source).body]
-        for name in sorted({name for one in used for name in one.reads | one.late | one.binds_late}):
-            if name in known and not (hasattr(builtins, name) and known[name] is getattr(builtins, name)):
-                self._define(role, name, known[name])
+    def _add(self, role: str, name: str, source: str, known: dict[str, Any]) -> None:
+        """Add a definition; before it what it uses of its module, but functions and classes that are called later."""
+        used = statement(ast.parse(source).body[0], ())
+        later = {name for name in used.late | used.binds_late if isinstance(known.get(name), types.FunctionType | type)}
+        self._names_in(role, (used.reads | used.late | used.binds_late) - (later - used.reads), known)
+        self.definitions.append(source)
+        self.defined.append(name)
+        self._names_in(role, later, known)
         for node in ast.walk(ast.parse(source)):
             module = _module_at(node, known) if isinstance(node, ast.Attribute) else None
             if module and "." in module.__name__ and module.__name__.partition(".")[0] not in _BRING_THEIRS:
                 self._import(f"import {module.__name__}")
+
+    def _names_in(self, role: str, names: Collection[str], known: dict[str, Any]) -> None:
+        """Define what some code calls so."""
+        for name in sorted(names):
+            if name in known and not (hasattr(builtins, name) and known[name] is getattr(builtins, name)):
+                self._define(role, name, known[name])
 
     def _import(self, line: str) -> None:
         if line not in self.imports:

@@ -61,6 +61,20 @@ def test_no_part_of_a_function_is_lost(source: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "class Block:\n    def grow(self): return Large()\nclass Large(Block):\n    size = 123\n"
+        "def loss(a, b): return Block().grow().size",
+        "def one(n): return two(n) if n else b\ndef two(n, then=one): return then(n - 1)\n"
+        "def loss(a, _): return one(a)\nb = 123",
+        "def one(): return b\nb = 123\ndef two(c=one()): return c\ndef loss(a, b): return two()",
+    ],
+)
+def test_definitions_that_use_each_other_are_there_when_they_are_needed(source: str) -> None:
+    assert written(source.replace("size = 123", "size = 123\n    def f(self): pass"))(3, 2) == 123
+
+
+@pytest.mark.parametrize(
     ("source", "shown"),
     [
         ("loss = lambda a: a + 1", "loss = lambda a: a - 1"),
