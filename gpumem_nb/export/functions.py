@@ -149,7 +149,7 @@ class Collector:
             if _is_plain(value) and len(text := repr(value)) <= _LONGEST_VALUE:
                 with suppress(ValueError, SyntaxError):  # not a number, for example
                     if ast.literal_eval(text) == value and self._is_new(value):
-                        return text
+                        return _with_ordered_sets(value)
             what = f"{name}, a {type(value).__name__} of the notebook" if name else f"a {type(value).__name__}"
             raise WorkloadError(
                 f"The workload's {role} uses {what}, which cannot be written into a script. Make it inside of the "
@@ -190,6 +190,18 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(_is_plain(part) for item in value.items() for part in item)
     return type(value) in _PLAIN
+
+
+def _with_ordered_sets(value: Any) -> str:
+    """Return a plain value as code; a set is filled in its order, which decides that of the new one."""
+    if type(value) is set:
+        return f"set([{', '.join(map(repr, value))}])"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{key!r}: {_with_ordered_sets(part)}' for key, part in value.items())}}}"
+    if type(value) in (list, tuple):
+        inner = ", ".join(map(_with_ordered_sets, value))
+        return f"[{inner}]" if type(value) is list else f"({inner}{',' * (len(value) == 1)})"
+    return repr(value)
 
 
 def _containers(value: Any) -> Iterator[Any]:

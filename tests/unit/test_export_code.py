@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import pickle
 from typing import Any
 
 import pytest
@@ -188,3 +189,10 @@ def test_variables_that_hold_one_list_are_refused_because_a_script_would_make_tw
         WorkloadError, match=r"uses (rows|more), a (list|dict) of the notebook, which cannot be written"
     ):
         written(f"{made}\ndef loss(*_): return rows, more")
+
+
+def test_a_set_has_the_order_that_it_has_on_ranks() -> None:
+    for number in range(200):
+        words = "{" + ", ".join(f"'word{number} {place}'" for place in range(9)) + "}"
+        source = f"kinds = ({{'a': [{words}]}},)\ndef loss(): return list(kinds[0]['a'][0])"
+        assert written(source)() == list(pickle.loads(pickle.dumps(notebook(source)["kinds"]))[0]["a"][0])
