@@ -18,6 +18,8 @@ _LOOKING_INTO = {"getattr", "vars", "type", "iter", "reversed", "enumerate", "zi
 """Functions that give parts of what they are given."""
 IMPORTING = frozenset({"import_module", "__import__", "reload"})
 """Functions that give modules."""
+_GENERATORS = {"default_rng", "RandomState"}
+_SEEDING = {"random.Random", "random.seed", "np.random.seed", "numpy.random.seed", "torch.seed", "torch.random.seed"}
 _REACHING = {"exec", "eval", "globals", "locals", "__builtins__"}
 _REACHING_INSIDE = {
     "__globals__",
@@ -185,6 +187,20 @@ def parts_in(value: ast.AST) -> Iterator[str]:
     else:
         for child in ast.iter_child_nodes(value):
             yield from parts_in(child)
+
+
+def unseeded(code: str) -> bool:
+    """Return whether some code begins random numbers where nobody can begin them again."""
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    return any(_is_unseeded(call) for call in calls)
+
+
+def _is_unseeded(call: ast.Call) -> bool:
+    seeds = [
+        one for one in [*call.args, *(word.value for word in call.keywords)] if getattr(one, "value", 0) is not None
+    ]
+    name = dotted(call.func, {})
+    return last(call.func) == "SystemRandom" or (not seeds and (last(call.func) in _GENERATORS or name in _SEEDING))
 
 
 def reaches(node: ast.AST) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ..shared.questions import Cell
 from .cells import OFFERED, Part, Relations, parts_of
+from .effects import unseeded
 from .imports import brought_by_all, imported_in
 from .names import calls, given_in
 from .order import Source
@@ -166,6 +167,8 @@ class _Selection:
             packages = {what.partition(".")[0] for _, what in imported_in(one.text)}
             if one.waits:
                 raise not_for_a_script(one.text, "a script cannot wait outside of functions")
+            if unseeded(one.text):
+                raise not_for_a_script(one.text, "its random numbers are others each time: give them a seed")
             if "gpumem_nb" in packages:
                 raise not_for_a_script(one.text, "a script does without gpumem_nb")
             if "__future__" in packages:

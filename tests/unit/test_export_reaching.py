@@ -72,10 +72,18 @@ def test_what_a_script_cannot_do_is_refused_where_it_is_needed() -> None:
         ("import asyncio\nnet = await asyncio.sleep(0, [1])", "cannot wait outside of functions"),
         ("async with lock:\n    net = [one async for one in rows]", "cannot wait outside of functions"),
         ("import gpumem_nb as gm\nnet = [gm]", "does without gpumem_nb"),
+        ("import numpy as np\nnet = np.random.default_rng()", "give them a seed"),
+        (
+            "from numpy.random import default_rng\ndef draw(): return default_rng(None)\nnet = draw()",
+            "give them a seed",
+        ),
+        ("import random\nclass Rows:\n    numbers = random.Random()\nnet = Rows()", "give them a seed"),
+        ("net = [torch.seed()]", "give them a seed"),
     ):
         with pytest.raises(WorkloadError, match=why):
             sliced("lock = rows = [1]", cell)
         assert sliced("lock = rows = [1]", cell, "net = 2") == "net = 2"
+    assert "default_rng(seed=3)" in sliced("import numpy as np\nnet = np.random.default_rng(seed=3)")
     assert "await" in sliced("async def f():\n    await f()\nnet = [f]")
 
 
