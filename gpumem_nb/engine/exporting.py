@@ -78,7 +78,8 @@ def _facts(trainer: Trainer) -> Facts:
         own_rate=live.own_rate,
         loose=sum(name.startswith(LOOSE) for name in names.values()),
         dtypes=tuple(sorted({str(param.dtype).removeprefix("torch.") for param in in_groups(live.optimizer)})),
-        uncommon=any(tensor.dtype not in _COMMON or not tensor.numel() for _, tensor in named),
+        uncommon=any(tensor.dtype not in _COMMON or not tensor.numel() for _, tensor in named)
+        or not all(isinstance(part, Tensor) for part in live.model.state_dict().values()),
         unsent=next((name for name, param in live.parts.named_parameters() if param.dtype not in _COMMON), ""),
         strided=next((name for name, tensor in named if not tensor.is_contiguous()), ""),
         sparse=bool(live.sparse_places()),
@@ -127,7 +128,7 @@ def _kind_of_batch(stream: Stream) -> str:
             return "other"
     if isinstance(batch, Mapping):
         return "mapping"
-    pair = type(batch) in (list, tuple) and len(batch) == 2
+    pair = type(batch) is list and len(batch) == 2  # of which a script makes a list
     return "pair" if pair and all(isinstance(part, Tensor) for part in batch) else "other"
 
 

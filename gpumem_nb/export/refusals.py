@@ -38,6 +38,17 @@ def left_out(settings: Settings, ddp: bool) -> list[str]:
     return [f"{knob.name}={knob.text(getattr(settings, knob.name))}: {text}" for knob, text in told if text]
 
 
+def frozen(facts: Facts) -> list[str]:
+    """Return a sentence on weights that a script freezes, because no step so far had a gradient of them."""
+    if not facts.absent:
+        return []
+    more = f" and {len(facts.absent) - 1} more" if len(facts.absent) > 1 else ""
+    return [
+        f"training of {facts.absent[0]}{more}, which had a gradient in no step so far: the script freezes what none "
+        "reaches. If later steps do, train until then and export again"
+    ]
+
+
 def _knobs(settings: Settings, ddp: bool) -> Iterator[str]:
     for name, knob in KNOBS.items():
         value = getattr(settings, name)

@@ -28,6 +28,7 @@ _GROUP_FLAGS = {
     "loop": "foreach=False, fused=False",
 }
 _DEVICE = 'torch.device("cuda" if torch.cuda.is_available() else "cpu")'
+_ON_GPU = '[device] if device.type == "cuda" else []'
 _PARTS = {"hvd": ("hvd.rank()", "hvd.size()"), "ddp": ("dist.get_rank()", "dist.get_world_size()")}
 
 
@@ -155,7 +156,7 @@ class Values:
             "validation": 'f"validation: loss {loss / samples:.6g}'
             + (', accuracy {accuracy / samples:.6g}"' if "digits" in flags else '"'),
             "summands": "loss.double(), score" if "digits" in flags else "loss.double()",
-            "numbers_aside": ", torch.random.fork_rng(devices=[])" if self._own else "",
+            "numbers_aside": f", torch.random.fork_rng(devices={_ON_GPU})" if self._own else "",
             "eval_batch": self._batches.moved(f"{self._batches.eval_collate()}(chosen)"),
             "eval_more": "".join(f", {name}" for name in self._batches.eval_needs()),
             "over_modules": self._batches.over_modules(),

@@ -195,7 +195,8 @@ class Facts:
         optimizer_keeps: names of what an optimizer that is not torch's keeps beside its groups and state.
         loose: how many weights only the optimizer knows.
         dtypes: of what is trained.
-        uncommon: whether there are weights or buffers whose type Horovod's broadcast does not take, or empty ones.
+        uncommon: whether there are weights or buffers whose type Horovod's broadcast does not take, or empty ones, or a
+            state that holds more than tensors.
         unsent: a weight, frozen or not, whose type Horovod's broadcast does not take; empty without any.
         strided: a weight or buffer that is not contiguous in memory; empty without any.
         sparse: whether there are sparse gradients.

@@ -301,7 +301,7 @@ def test_criteria_and_metrics_are_in_evaluation_mode_while_a_script_evaluates(ca
     assert text.index("metric.to(device)") < text.index("loss_of.to(device)") < text.index("for step in range(")
     names: dict[str, Any] = {"__name__": "script"}
     only = text[text.index("def evaluate_together(") : text.index("def resume(")]
-    exec(f"import torch\nfrom collections import defaultdict\n{only}", names)
+    exec(f"import random, torch\nimport numpy as np\nfrom collections import defaultdict\n{only}", names)
     names["dist"] = SimpleNamespace(
         get_rank=lambda: 0,
         get_world_size=lambda: 1,

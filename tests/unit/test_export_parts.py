@@ -1,0 +1,68 @@
+"""Parts of a script that do what the session does: batches, evaluation, and what is told of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections import UserDict, namedtuple
+from collections.abc import MutableMapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpumem_nb.engine.data.fetching import to_device
+from gpumem_nb.engine.random_state import RandomState
+from gpumem_nb.export import refusals
+from gpumem_nb.memory.tensors import tensors_in
+from gpumem_nb.shared.settings import Settings
+
+from .test_export_script import FACTS, OWN, written
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    first: torch.Tensor
+    second: Any
+
+
+class Named(dict):
+    pass
+
+
+def test_a_batch_of_any_kind_goes_to_the_device_as_in_the_session() -> None:
+    text = written(Settings(), dataclasses.replace(OWN, kind="cells"), batch="other")
+    names: dict[str, Any] = {"torch": torch, "dataclasses": dataclasses, "shallow_copy": copy.copy}
+    names["MutableMapping"] = MutableMapping
+    exec(text[text.index("def batch_on(") : text.index("def micro_batches(")], names)
+    row, there = torch.ones(2), torch.device("meta")
+    pair = namedtuple("pair", "a b")(row, 3)
+    for batch in (Named(a=row), UserDict(a=row), Rows(row, [row, "x"]), (row, [row]), pair, {"a": (row,)}, [row, None]):
+        before = copy.copy(batch)
+        for moved in (names["batch_on"](batch, there), to_device(batch, there)):
+            assert type(moved) is type(batch)
+            assert {tensor.device for tensor in tensors_in(moved)} == {there}
+        assert repr(batch) == repr(before)
+
+
+def test_an_evaluation_leaves_random_numbers_of_any_kind_as_they_were() -> None:
+    source = dataclasses.replace(OWN, kind="cells", names=dict.fromkeys(("model", "data", "loss", "eval_data"), "x"))
+    text = written(Settings(batch_size=2), source, evaluates=True, eval_form="dataset")
+    only = text[text.index("def evaluate_together(") : text.index("def resume(")]
+    names: dict[str, Any] = {"torch": torch, "np": np, "random": random}
+    names["dist"] = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, all_reduce=lambda sums: None)
+    names["default_collate"] = torch.utils.data.default_collate
+    exec(only, names)
+    rows, args = [(torch.ones(2), torch.ones(2))] * 2, SimpleNamespace(batch_size=2)
+    loss = lambda *_: torch.rand([]) + random.random() + np.random.rand()  # noqa: E731
+    model, before = torch.nn.Linear(2, 2), RandomState.take()
+    names["evaluate_together"](model, rows, args, torch.device("cpu"), loss)
+    assert not before.moved()
+
+
+def test_weights_that_a_script_freezes_are_told() -> None:
+    assert refusals.frozen(FACTS) == []
+    [told] = refusals.frozen(dataclasses.replace(FACTS, absent=("experts.1.weight", "experts.1.bias")))
+    assert "experts.1.weight and 1 more" in told
