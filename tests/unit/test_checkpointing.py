@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -318,3 +320,23 @@ def test_what_blocks_count_is_told_also_where_they_bind_containers_anew() -> Non
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
     assert "calls" in (checkpointing.changed or [])
+
+
+@pytest.mark.parametrize(
+    "drawn", ["random.random()", "np.random.rand()", "float(torch.rand([], generator=own))", "1.0"]
+)
+def test_random_numbers_that_torch_does_not_put_back_are_told(drawn: str) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.own = nn.Linear(4, 4), torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            names = {"random": random, "np": np, "torch": torch, "own": self.own}
+            return cast(Tensor, self.linear(x)).tanh() * eval(drawn, names)
+
+    model = nn.Sequential(Noisy(), Noisy())
+    checkpointing = Checkpointing(model, list(model), "blocks")
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert bool(checkpointing.changed) is (drawn != "1.0")

@@ -49,6 +49,11 @@ class Draws:
         self._began: tuple[Any, Any] | None = None
         self._cells = cells.ran()
 
+    @property
+    def seen(self) -> bool:
+        """Return whether some were drawn when blocks ran last, as far as was looked."""
+        return self._settled and self.recorded
+
     def block_begins(self) -> None:
         """A block is called: the first of a pass, perhaps."""
         if cells.ran() != self._cells:

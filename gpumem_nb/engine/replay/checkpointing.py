@@ -139,7 +139,8 @@ class Checkpointing:
         """Return what blocks change when they run, by name, except batch norm statistics; ``None`` before they ran."""
         if not self._entered:
             return None
-        return [name for state in self._states for name in (*state.changing.names, *sorted(state.counted))]
+        drawn = ["random numbers of Python or NumPy"] * self._draws.seen
+        return drawn + [name for state in self._states for name in (*state.changing.names, *sorted(state.counted))]
 
     def abandon(self) -> None:
         """Forget a pass that was left half way: torch calls no hooks after a ``KeyboardInterrupt``."""

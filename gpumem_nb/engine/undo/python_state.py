@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -118,9 +119,14 @@ class PythonSnapshot:
         self._in_modules = [mapped(named) if named else named for named in self._in_modules]
 
     def differing(self, later: PythonSnapshot) -> set[str]:
-        """Return the names of plain values that are others by then; a container is told by its length."""
+        """Return the names of what is otherwise by then: plain values, lengths of containers, arrays, generators."""
         now = later._plain()
-        return {name for (key, name), value in self._plain().items() if now.get((key, name), value) != value}
+        found = {name for (key, name), value in self._plain().items() if now.get((key, name), value) != value}
+        if not all(map(np.array_equal, self._arrays, later._arrays)):
+            found.add("an array")
+        if not all(map(_stands_alike, self._drawn, later._drawn)):
+            found.add("random numbers of its own")
+        return found
 
     def _plain(self) -> dict[tuple[Key, str], Any]:
         found: dict[tuple[Key, str], Any] = {}
@@ -186,6 +192,12 @@ def _drawn(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state()
+
+
+def _stands_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.equal(other)
+    return pickle.dumps(one) == pickle.dumps(other)
 
 
 def _go_on(generator: Any, drawn: Any) -> None:
