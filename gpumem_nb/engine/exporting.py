@@ -76,6 +76,7 @@ def _facts(trainer: Trainer) -> Facts:
         optimizer_keeps=_kept_beside(live.own_optimizer) if live.own_optimizer else (),
         optimizer_needs=_needed_besides_weights(live.own_optimizer) if live.own_optimizer else (),
         own_rate=live.own_rate,
+        tensor_rate=any(isinstance(group["lr"], Tensor) for group in live.optimizer.param_groups),
         loose=sum(name.startswith(LOOSE) for name in names.values()),
         dtypes=tuple(sorted({str(param.dtype).removeprefix("torch.") for param in in_groups(live.optimizer)})),
         uncommon=any(tensor.dtype not in _COMMON or not tensor.numel() for _, tensor in named)

@@ -154,6 +154,11 @@ def _optimizer(facts: Facts, settings: Settings, ddp: bool) -> Iterator[str]:
             f"The optimizer keeps {facts.optimizer_keeps[0]} beside its groups and state, which "
             "hvd.DistributedOptimizer does not take over. Export with --ddp (ddp=True), or keep it in the groups."
         )
+    if facts.tensor_rate and settings.optimizer == OWN and _sets_rate(settings, facts.own_rate):
+        yield (
+            "The optimizer's learning rate is a tensor, which knobs fill and a script would replace by a number. Make "
+            "the optimizer with the number that it shall have, and attach again."
+        )
     if settings.lr_schedule == OWN and not _alike(settings.learning_rate, facts.own_rate):
         yield (
             f"learning_rate={settings.learning_rate:g} was set over that of the own scheduler, which begins at "
@@ -165,6 +170,14 @@ def _optimizer(facts: Facts, settings: Settings, ddp: bool) -> Iterator[str]:
             f"A cell has set the learning rate to {facts.rate:g}, and the settings say otherwise. Say it by the knob: "
             f"%hvd_set learning_rate={facts.rate:g}."
         )
+
+
+def _sets_rate(settings: Settings, own_rate: float) -> bool:
+    """Return whether knobs give an own optimizer another rate than its own."""
+    if settings.lr_schedule == OWN:
+        return False
+    moves = settings.lr_schedule != "constant" or settings.warmup_steps or settings.lr_scaling != "none"
+    return bool(moves) or settings.learning_rate != own_rate
 
 
 def _alike(one: float, other: float) -> bool:

@@ -68,7 +68,7 @@ class Values:
         ends = settings.lr_schedule in ("cosine", "linear")
         scaled = settings.lr_scaling != "none"
         rated = warmup or ends or scaled
-        several = own_optimizer and facts.groups > 1
+        several = own_optimizer and (facts.groups > 1 or facts.tensor_rate)
         sets_rate = not scheduler and (not several or rated or settings.learning_rate != order.own_rate)
         dropout = bool(source.options.get("dropout"))
         own = self._own

@@ -192,6 +192,7 @@ class Facts:
         optimizer_hooks: whether the user registered hooks around the optimizer's update.
         optimizer_needs: names of what an optimizer's class must be given besides weights.
         own_rate: the learning rate that people knew the own optimizer by when it was loaded.
+        tensor_rate: whether a learning rate of the optimizer is a tensor.
         optimizer_keeps: names of what an optimizer that is not torch's keeps beside its groups and state.
         loose: how many weights only the optimizer knows.
         dtypes: of what is trained.
@@ -245,6 +246,7 @@ class Facts:
     optimizer_hooks: bool
     optimizer_needs: tuple[str, ...]
     own_rate: float
+    tensor_rate: bool
     optimizer_keeps: tuple[str, ...]
     loose: int
     dtypes: tuple[str, ...]

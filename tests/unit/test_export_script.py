@@ -65,6 +65,11 @@ def test_a_rate_that_was_set_reaches_an_own_optimizer_however_many_groups_it_has
     assert "default=0.5)" in text
 
 
+def test_a_rate_that_is_a_tensor_stays_one() -> None:
+    text = written(Settings(optimizer="own", learning_rate=0.1), tensor_rate=True)
+    assert 'group["lr"] = ' not in text
+
+
 def test_resuming_keeps_the_rate_and_the_implementation_of_now(tmp_path: Path) -> None:
     names: dict[str, Any] = {"__name__": "script"}
     exec(written(Settings(optimizer="sgd", learning_rate=0.5, optimizer_impl="foreach"), groups=1), names)
@@ -162,6 +167,7 @@ def test_an_attached_optimizer_keeps_the_state_that_it_has() -> None:
         (Settings(), {"strided": "conv.weight"}, r"conv\.weight is not contiguous.*--ddp"),
         (Settings(optimizer="own"), {"optimizer_needs": ("decay",)}, "without decay.*--ddp"),
         (Settings(optimizer="own", lr_schedule="own", learning_rate=0.5), {}, r"0\.5 was set over.*learning_rate=0\.1"),
+        (Settings(optimizer="own", learning_rate=0.5), {"tensor_rate": True}, "rate is a tensor"),
         (Settings(optimizer="own"), {"optimizer_keeps": ("lam",), "rate": 0.1, "asked_rate": 0.1}, "keeps lam.*--ddp"),
     ],
 )
