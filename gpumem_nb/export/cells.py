@@ -202,11 +202,12 @@ class Relations:
     def _let_go_of_holders(self, definitions: Sequence[Statement]) -> None:
         """Count functions and classes that hold other objects, as defaults or attributes, among what changes."""
         self._holders = frozenset[str]()
+        keeping = {name for one in definitions if one.sets_late or not one.late <= self._fixed for name in one.binds}
         while True:
             holding = [
                 one
                 for one in definitions
-                if one.holds or one.effects & self._defined or not one.reads <= self._fixed | one.adds_to
+                if one.holds or one.effects & keeping or not one.reads <= self._fixed | one.adds_to
             ]
             holders = {name for one in holding for name in one.binds}
             if holders <= self._holders:
@@ -319,7 +320,7 @@ class Relations:
                 found.sets |= one.sets_late
                 found.effects |= {it for it in one.effects_late if name[0] != "." or self._package_of(it) != "torch"}
                 found.reaches |= one.reaches
-                waiting.extend(one.late | one.adds_to | (one.calls_late if by_methods else frozenset()))
+                waiting.extend(one.late | one.reads | (one.calls_late if by_methods else frozenset()))
         return found
 
     def _stands(self, name: str) -> bool:

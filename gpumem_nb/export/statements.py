@@ -23,7 +23,16 @@ _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _DEFINITIONS = _FUNCTIONS | ast.ClassDef
 _SURE = _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Assign
 _ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
-_OBJECTS = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.GeneratorExp | ast.Call
+_OBJECTS = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.GeneratorExp
+_MAKERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "SimpleNamespace", "count", "cycle"}
+_MAKERS |= {
+    "iter",
+    "default_rng",
+    "RandomState",
+    "Random",
+    "Generator",
+    "manual_seed",
+}  # containers, iterators, numbers
 _CACHE = re.compile("cache(?!d_property)|memoi")  # decorators whose functions give one object again and again
 
 
@@ -197,12 +206,11 @@ def _holds(node: ast.AST) -> bool:
             return True
         if any(name in (OF_CLASS, "cls") for part in ast.walk(node) for name in sets(part)):
             return True
-    return any(isinstance(part, _OBJECTS) and not _is_field(part) for one in given for part in ast.walk(one))
+    return any(isinstance(part, _OBJECTS) or _makes_object(part) for one in given for part in ast.walk(one))
 
 
-def _is_field(node: ast.AST) -> bool:
-    """Return whether it is as in data classes: each of these has an object of its own."""
-    return isinstance(node, ast.Call) and last(node.func) == "field"
+def _makes_object(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and last(node.func) in _MAKERS
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
