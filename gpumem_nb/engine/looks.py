@@ -7,7 +7,6 @@ that one that is out of step is heard as well.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import zlib
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from ..memory.tensors import tensors_in
+from ..memory.tensors import attributes, tensors_in
 from ..shared.errors import WorkloadError
 from ..shared.messages import Chunk
 from ..shared.questions import MOST_SAMPLES, InputFacts, ModelFacts, SeenSamples, SyncLook, TensorTotal
@@ -326,8 +325,8 @@ def _content(batch: Any) -> int | None:
 def _leaves(batch: Any) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        batch = list(vars(batch).values())
+    elif (found := attributes(batch)) is not None:
+        batch = list(found.values())
     if isinstance(batch, (list, tuple)):
         for part in batch:
             yield from _leaves(part)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+import tracemalloc
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,31 @@ def test_samples_that_are_alike_are_not_named_and_bad_ones_stop_nothing() -> Non
     bad: list[Any] = [torch.zeros(4), None, torch.zeros(40)]
     bad[1] = property()
     assert Longest(bad, range(3)).index == 2
+
+
+def test_of_many_samples_a_few_are_looked_at_and_no_list_of_all_is_made() -> None:
+    class Many:
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.zeros(4)
+
+    order: Any = np.arange(10**6)
+    tracemalloc.start()
+    try:
+        found = Longest(Many(), order)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (type(found.index), found.all_seen) == (int, False)
+    assert most_bytes < 4 * MIB
+
+
+@dataclass(slots=True)
+class Slotted:
+    text: Tensor
+
+
+def test_samples_in_slots_have_their_size() -> None:
+    assert Longest([Slotted(torch.zeros(4)), Slotted(torch.zeros(40))], range(2)).index == 1
 
 
 def test_looking_draws_no_random_numbers() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gpumem_nb.engine.looks import sync_of_own
 from gpumem_nb.engine.step import joining
@@ -61,6 +64,16 @@ def test_ranks_whose_optimizers_sort_weights_into_other_groups_are_not_made_alik
     postman.become(1)
     with pytest.raises(WorkloadError, match="sort them into other groups of the optimizer"):
         second.trainer.sync()
+
+
+@dataclass(slots=True)
+class Slotted:
+    text: Tensor
+
+
+def test_batches_in_slots_are_compared_by_their_content() -> None:
+    one, same, other = (sync_of_own(nn.Linear(1, 1), [Slotted(torch.full((3,), value))]) for value in (1.0, 1.0, 2.0))
+    assert one.samples == same.samples != other.samples
 
 
 def test_samples_in_arrays_of_objects_are_not_compared_by_their_addresses() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ...memory.tensors import attributes
 from ..random_state import set_aside
 from .handed import samples_at
 
@@ -43,8 +44,8 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _leaves(item, depth + 1)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        for item in vars(value).values():
+    elif not isinstance(value, type) and (held := attributes(value) or getattr(value, "__dict__", None)):
+        for item in held.values():
             yield from _leaves(item, depth + 1)
     else:
         yield value
@@ -67,20 +68,19 @@ class Longest:
 
     Attributes:
         index: what the order names it by; ``None`` where no sample could be looked at.
-        sample: itself.
         all_seen: whether every sample was looked at.
     """
 
     def __init__(self, dataset: Any, indices: Sequence[Any]) -> None:
         """Look at as many samples as there is time for, spread over the dataset. Random numbers stay as they are."""
         self.index: Any = None
-        self.sample: Any = None
         self._dataset = dataset
         self._sizes: dict[str, float] = {}
         self._most = -1.0
         places = random.Random(0).sample(range(len(indices)), min(len(indices), _LOOKED_AT))
         self._look((indices[place] for place in places), time.monotonic() + _LOOKED_AT_S)
-        self.all_seen = len(self._sizes) == len({repr(index) for index in indices}) if self._sizes else False
+        few = len(indices) <= _LOOKED_AT  # else their names alone would take a minute and many GB
+        self.all_seen = few and len(self._sizes) == len({repr(_plain(index)) for index in indices}) > 0
 
     @property
     def words(self) -> str:
@@ -96,7 +96,7 @@ class Longest:
 
     def _look(self, indices: Iterable[Any], until_s: float) -> None:
         with set_aside():
-            for index in indices:
+            for index in map(_plain, indices):
                 if time.monotonic() > until_s:
                     return
                 try:
@@ -105,7 +105,7 @@ class Longest:
                 except Exception:  # a bad sample is named when its step comes
                     continue
                 if found > self._most:
-                    self.index, self.sample, self._most = index, sample, found
+                    self.index, self._most = index, found
                 self._sizes[repr(index)] = found
 
     def _about(self, index: Any) -> str:
@@ -117,3 +117,8 @@ class Longest:
             f"Sample {index!r} of the data has {found:,.0f} values, {found / median:.0f} × the median sample. "
             "Shorten such samples, or leave them out."
         )
+
+
+def _plain(index: Any) -> Any:
+    """Return an index as a dataset is asked for it; orders may hold them in an array."""
+    return index.item() if isinstance(index, np.integer) else index

@@ -261,11 +261,7 @@ class ShardedStream(Stream):
         if self.info.batched:
             return None
         if self._longest is None or self._longest[0] != cells.ran():
-            order = self._order(0)
-            self._longest = (
-                cells.ran(),
-                Longest(self.dataset, order.tolist() if isinstance(order, np.ndarray) else order),
-            )
+            self._longest = (cells.ran(), Longest(self.dataset, self._order(0)))
         return self._longest[1]
 
     def large_sample(self, settings: Settings) -> str:
