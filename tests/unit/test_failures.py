@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,8 +14,8 @@ from gpumem_nb.engine.step.failures import failure_of
 from gpumem_nb.shared.messages import Failure
 
 
-def told(error: BaseException, phase: str = "forward", model: nn.Module | None = None) -> Failure:
-    device = Mock(**{"reading.return_value.limit_bytes": None})
+def told(error: BaseException, phase: str = "forward", model: nn.Module | None = None, **room: Any) -> Failure:
+    device = Mock(**{"room.return_value": None, **{f"room.{name}": value for name, value in room.items()}})
     return failure_of(error, 0, phase, model or nn.Linear(1, 1), None, device)
 
 
@@ -40,6 +41,13 @@ OOM = torch.OutOfMemoryError("Tried to allocate 2.00 MiB")
 def test_memory_that_ran_out_is_found_behind_what_was_raised(error: BaseException) -> None:
     failure = told(error)
     assert (failure.kind, failure.message, failure.asked_bytes) == ("oom", str(OOM), 2 * 2**20)
+
+
+def test_what_another_process_has_taken_is_not_free() -> None:
+    assert told(OOM, return_value=2**20).free_bytes == 2**20
+    assert told(OOM, return_value=-5).free_bytes == 0
+    assert told(OOM, side_effect=RuntimeError("CUDA error: unspecified launch failure")).free_bytes is None
+    assert told(ValueError("another"), return_value=2**20).free_bytes is None
 
 
 @pytest.mark.parametrize(

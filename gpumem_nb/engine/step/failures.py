@@ -78,11 +78,12 @@ def failure_of(
             phase = "recomputation"
         else:
             module = _next_backward(model, latest)
-    reading = device.reading()
-    free = None if reading.limit_bytes is None else max(0, reading.limit_bytes - reading.reserved_bytes)
+    free = None
+    with suppress(RuntimeError):  # of a device that answers nothing any more
+        free = device.room() if oom else None
     text = "".join(traceback.format_exception(error))
     let_go(error)
-    return Failure(rank, kind, phase, message, text, module, _asked(message) if oom else None, free if oom else None)
+    return Failure(rank, kind, phase, message, text, module, _asked(message) if oom else None, free and max(0, free))
 
 
 def nonfinite_loss(rank: int, loss: Tensor) -> Failure:
