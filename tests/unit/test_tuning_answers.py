@@ -9,7 +9,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from gpumem_nb.kernel.questions.predicting import Predicting
-from gpumem_nb.planning.prediction import Prediction
+from gpumem_nb.planning.prediction import TIGHT, Prediction
+from gpumem_nb.planning.tuning.record import Candidate
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits
 from tests.unit import tuned_machine
@@ -185,3 +186,14 @@ def test_a_search_knows_what_it_may_split_though_others_wait_for_the_ranks() -> 
     assert predicting.splits(whole, parts).mean is None, "of one flip it is said as a possibility"
     assert predicting.splits().mean is False
     assert predicting.splits(whole, parts).mean is False
+
+
+def test_what_runs_stays_tight_where_the_largest_sample_may_not_fit() -> None:
+    """Whole steps are taken with the next samples."""
+    settings, limit = Settings(batch_size=8), 120 * MIB
+    small = replace(said_of(settings, 100 * MIB, limit), high_bytes=200 * MIB, verdict=TIGHT, sample="3 is large.")
+    candidate = Candidate(settings, replace(small, runs=True))
+    for size in (90, 110):
+        candidate.took_steps(replace(said_of(settings, size * MIB, limit), samples_per_s=50.0, runs=True))
+        assert (candidate.usable, candidate.tight) == (True, True)
+        assert (candidate.predicted.high_bytes, candidate.predicted.sample) == (200 * MIB, "3 is large.")

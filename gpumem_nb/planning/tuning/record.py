@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...shared.settings import Settings
-from ..fit import worth_a_step
+from ..fit import with_longest, worth_a_step
 from ..prediction import TIGHT, Prediction
 
 TURNS_WITH_AN_ERROR = 3  # from which on a spread can be told
@@ -38,8 +38,11 @@ class Candidate:
         self.fits = worth_a_step(self.predicted)
 
     def took_steps(self, predicted: Prediction) -> None:
-        """Take in what whole steps needed, and how fast they were. What once did not fit never does."""
-        first = not self.rates
+        """Take in what whole steps needed, and how fast they were. What once did not fit never does.
+
+        Steps of the largest sample were small ones, which this keeps to.
+        """
+        first, predicted = not self.rates, with_longest(predicted, self.predicted)
         if first or predicted.high_bytes > self.predicted.high_bytes:
             self.predicted = predicted
         self.fits = self.fits and worth_a_step(predicted)
