@@ -19,7 +19,7 @@ from ..internals.torch_internals import MODULES_OWN
 from ..memory.device import Device, opened
 from ..memory.leaks.holders import saved_in
 from ..memory.tensors import PLAIN, attributes, dense_parts
-from ..shared import cluster_records
+from ..shared import cluster_records, processes
 from ..shared.categories import GRADIENTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 from ..shared.errors import StartError
 from ..shared.messages import DeviceUse, Freed, RankInfo, Reading
@@ -45,7 +45,7 @@ def rank_info(device: Device) -> RankInfo:
         note=device.note,
         allocator=device.allocator,
         machine=cluster_records.machine(),
-        cores=tuple(sorted(os.sched_getaffinity(0))),
+        cores=tuple(sorted(os.sched_getaffinity(0)))[: processes.cores()],
         versions=(
             f"Python {platform.python_version()}",
             f"torch {torch.__version__}",

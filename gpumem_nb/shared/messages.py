@@ -358,8 +358,8 @@ class RankInfo:
     """The identity of a rank, shown by ``%hvd_status``.
 
     ``machine`` names the boot and the container that ``pid`` belongs to; ``cores`` are those that it may run on, by the
-    system's numbers; ``versions`` are those of what must be the same on all ranks, such as ``torch 2.13.0``; ``driver``
-    is the version of NVIDIA's, empty where there is none.
+    system's numbers, no more of them than it may use at once; ``versions`` are those of what must be the same on all
+    ranks, such as ``torch 2.13.0``; ``driver`` is the version of NVIDIA's, empty where there is none.
     """
 
     rank: int

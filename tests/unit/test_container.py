@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
+from gpumem_nb.engine.device_look import rank_info
 from gpumem_nb.shared import processes
 
 MIB = 2**20
@@ -55,3 +57,11 @@ def test_the_first_version_has_a_folder_for_each_controller(root: Path) -> None:
     usage = {"memory__limit_in_bytes": f"{1024 * MIB}\n", "memory__usage_in_bytes": f"{24 * MIB}\n"}
     write(root / "memory" / "box", **usage)
     assert (processes.cores(), processes.available_bytes()) == (3, 1000 * MIB)
+
+
+def test_ranks_share_as_many_cores_as_the_container_may_use(root: Path) -> None:
+    """Else waiting for a core is blamed on other programs, and more ranks are forecast to be faster."""
+    processes.OWN.write_text("0::/\n")
+    assert rank_info(Mock()).cores == tuple(range(8))
+    write(root, cpu__max="200000 100000\n")
+    assert rank_info(Mock()).cores == (0, 1)
