@@ -333,7 +333,7 @@ def test_random_numbers_that_torch_does_not_put_back_are_told(drawn: str) -> Non
 
         def forward(self, x: Tensor) -> Tensor:
             names = {"random": random, "np": np, "torch": torch, "own": self.own}
-            return cast(Tensor, self.linear(x)).tanh() * eval(drawn, names)
+            return cast(Tensor, self.linear(x).tanh() * eval(drawn, names))
 
     model = nn.Sequential(Noisy(), Noisy())
     checkpointing = Checkpointing(model, list(model), "blocks")

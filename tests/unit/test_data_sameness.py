@@ -135,7 +135,8 @@ def test_the_size_of_ready_made_batches_is_found() -> None:
 
 def test_of_ready_made_batches_of_other_sizes_it_is_said_what_speeds_count() -> None:
     batches = [torch.ones(size, 2) for size in (5, 3, 8)]
-    for data in (DataLoader(batches, batch_size=None), iter_anew(batches)):  # type: ignore[arg-type]
+    sources: list[Any] = [DataLoader(batches, batch_size=None), iter_anew(batches)]  # type: ignore[arg-type]
+    for data in sources:
         stream = stream_of(data, 0, 1)
         look_at(stream)
         assert stream.info.batch_size == 5

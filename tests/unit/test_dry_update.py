@@ -257,7 +257,7 @@ def test_whatever_decides_how_an_update_is_computed_asks_for_another_dry_run(
 ) -> None:
     known, net = KnownUpdates(), network(torch.float32)
     optimizer = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for change in (
+    changes: list[Callable[[], object]] = [
         lambda: with_gradients(net),
         lambda: None,
         lambda: optimizer.param_groups[0].update(weight_decay=0.1),
@@ -265,7 +265,8 @@ def test_whatever_decides_how_an_update_is_computed_asks_for_another_dry_run(
         lambda: setattr(next(net.parameters()), "grad", None),
         lambda: optimizer.state.clear(),
         cells.one_more,
-    ):
+    ]
+    for change in changes:
         change()
         compared(gpu, net, optimizer, False, None, known.foresee)
     assert len(dry_runs) == 7

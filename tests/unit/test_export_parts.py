@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections import UserDict, namedtuple
+from collections import UserDict
 from collections.abc import MutableMapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +28,13 @@ class Rows:
     second: Any
 
 
-class Named(dict):
+class Named(dict[str, Any]):
     pass
+
+
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: int
 
 
 def test_a_batch_of_any_kind_goes_to_the_device_as_in_the_session() -> None:
@@ -38,7 +43,7 @@ def test_a_batch_of_any_kind_goes_to_the_device_as_in_the_session() -> None:
     names["MutableMapping"] = MutableMapping
     exec(text[text.index("def batch_on(") : text.index("def micro_batches(")], names)
     row, there = torch.ones(2), torch.device("meta")
-    pair = namedtuple("pair", "a b")(row, 3)
+    pair = Pair(row, 3)
     for batch in (Named(a=row), UserDict(a=row), Rows(row, [row, "x"]), (row, [row]), pair, {"a": (row,)}, [row, None]):
         before = copy.copy(batch)
         for moved in (names["batch_on"](batch, there), to_device(batch, there)):

@@ -64,8 +64,8 @@ def test_a_rank_that_ran_out_tells_a_lower_bound_that_is_shown_as_one() -> None:
 @pytest.mark.parametrize(("asked", "free"), [(None, 300), (20, 300), (None, None)])
 def test_what_ran_out_needs_more_than_the_limit_whatever_it_said_itself(asked: int | None, free: int | None) -> None:
     """A library of CUDA's does not tell what it asked for; what seemed free may be another process's."""
-    sizes = {name: size and size * MIB for name, size in (("asked_bytes", asked), ("free_bytes", free))}
-    out = Forecasts(3, READING, 0.1, LIMIT, failure=Failure(0, "oom", "forward", "out of memory", **sizes))
+    failure = Failure(0, "oom", "forward", "", asked_bytes=asked and asked * MIB, free_bytes=free and free * MIB)
+    out = Forecasts(3, READING, 0.1, LIMIT, failure=failure)
     one = of_ranks([out], Settings(), [8], 0.1)
     assert one.low_bytes > LIMIT
     assert one.refusal == "will not fit: more than 1000.0 MiB of 1000.0 MiB"

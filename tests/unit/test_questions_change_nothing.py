@@ -254,7 +254,7 @@ def test_what_stands_in_place_of_an_optimizers_step_is_undone_after_questions_an
         plain_step()
         updates[0] += 1
         with torch.no_grad():
-            average[0].weight.lerp_(net[0].weight, 0.5)
+            next(average.parameters()).lerp_(next(net.parameters()), 0.5)
         if broken[0]:
             raise RuntimeError("of the user's")
 
