@@ -32,6 +32,9 @@ from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard
 from tests.unit.test_one_rank import alone as alone  # a fixture
+from tests.unit.test_one_rank import loss as squares
+from tests.unit.test_one_rank import rows as few_rows
+from tests.unit.test_one_rank import stream as few
 
 OWN = Settings(batch_size=256, optimizer="own")
 WIDTH, LABELS = 128, torch.tensor([0, 1, 1, 2, 3, 3, 3, 0] * 64)
@@ -281,3 +284,26 @@ def test_what_stands_in_place_of_an_optimizers_step_is_undone_after_questions_an
         device.set_limit(None)
     assert "step was replaced by another function" in trainer.info().notes[-1]
     assert "what stands in place of its step" in save_objects({"own": own}, Path("/nowhere/at/all"), 2**40)
+
+
+class Scaling(torch.optim.SGD):
+    """Asks for the values of tensors, so that its update cannot be foreseen."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad * min(0.1, param.norm().item()))
+
+
+def test_an_update_that_a_question_had_to_take_is_not_taken_for_what_forward_wrote() -> None:
+    net = nn.Linear(4, 4)
+    optimizer = Scaling(net.parameters(), lr=0.1)
+    workload = Workload("scaling", lambda: net, few_rows, squares, optimizer=lambda params: optimizer)
+    trainer = Trainer(workload, few(), opened(), time.time())
+    settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
+    assert trainer.run(Chunk(settings, 1, 2)).failure is None
+    held = net.weight.detach().clone()
+    assert trainer.record() is not None
+    assert trainer.stepper.not_foreseen
+    assert torch.equal(net.weight, held)
+    assert trainer.run(Chunk(settings, 1, 2)).failure is None

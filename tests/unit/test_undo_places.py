@@ -280,30 +280,6 @@ def test_an_optimizer_that_holds_what_cannot_be_copied_trains_and_is_put_back(ma
     assert optimizer.mask is mask
 
 
-class Scaling(torch.optim.SGD):
-    """Asks for the values of tensors, so that its update cannot be foreseen."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            param.sub_(param.grad * min(0.1, param.norm().item()))
-
-
-@pytest.mark.usefixtures("alone")
-def test_an_update_that_a_question_had_to_take_is_not_taken_for_what_forward_wrote() -> None:
-    net = nn.Linear(WIDTH, WIDTH)
-    optimizer = Scaling(net.parameters(), lr=0.1)
-    workload = Workload("scaling", lambda: net, rows, loss, optimizer=lambda params: optimizer)
-    trainer = Trainer(workload, stream(), opened(), time.time())
-    settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
-    assert trainer.run(Chunk(settings, 1, 2)).failure is None
-    held = net.weight.detach().clone()
-    assert trainer.record() is not None
-    assert trainer.stepper.not_foreseen
-    assert torch.equal(net.weight, held)
-    assert trainer.run(Chunk(settings, 1, 2)).failure is None
-
-
 class Momentum(nn.Module):
     """A key encoder that forward averages, beside a frozen part that has more bytes than what is trained."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from ...memory.device import Device, leaving_no_cache
+from ...memory.device import Device, leaving_no_cache, leaving_no_garbage
 from ...memory.leaks.detector import LeakDetector
 from ...shared.errors import WorkloadError
 from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
@@ -292,7 +291,7 @@ class Trainer:
         """Inside, steps are under the settings of a trial; gives why these cannot be applied."""
         settings, settings_id = self.live.settings, self._settings_id
         flipped, recorded_steps = self._flipped, self._recorded_steps
-        with _garbage_taken_away(), self.live.kept():
+        with leaving_no_garbage(), self.live.kept():
             try:
                 why_not = self._apply(chunk)
                 with room_of_state_that_leaves(self.live, self._device):
@@ -391,17 +390,3 @@ class Trainer:
         """Return whether this step gets a ledger: some regularly, and the first ones under new settings."""
         first = self._recorded_steps < FIRST_LEDGERS
         return chunk.ledger_steps > 0 and (first or chunk.trial or self.steps % chunk.ledger_steps == 0)
-
-
-@contextmanager
-def _garbage_taken_away() -> Iterator[None]:
-    """Take away afterwards what hangs together in circles, activations among it, if it was made inside.
-
-    What was there before is not looked through, which takes a tenth of a second and more.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.collect()
-        gc.unfreeze()
