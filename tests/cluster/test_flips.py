@@ -215,3 +215,13 @@ def test_signals_that_are_not_the_notebooks_do_not_hold_training_up(
     assert session.train(20).steps == 20
     session.set(batch_size=16)
     assert session.train(20).steps == 20
+
+
+def test_as_many_steps_are_trained_as_were_asked_for_though_training_played(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks)
+    session.play()
+    wait_for_steps(session, 20)
+    assert session.train(3).steps == 3
+    assert not session.playing

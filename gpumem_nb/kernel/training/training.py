@@ -231,6 +231,7 @@ class Training:
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
             raise InvalidInput(f"{steps!r} steps cannot be trained: write a whole number of at least 1, such as 100.")
         try:
+            self.pause()  # steps under way are none of these
             with self._state.locked():
                 self._state.start_recording()
 
