@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.cluster.launchers import base
+from gpumem_nb.cluster.launchers import base, ipyparallel_cluster, mpi
 from gpumem_nb.cluster.launchers.base import Job, Launcher
+from gpumem_nb.install.mpi_tools import LAUNCH_VARIABLES
 from gpumem_nb.shared.cluster_records import FOLDER_PREFIX, Record
 from gpumem_nb.shared.errors import StartError
 from gpumem_nb.shared.processes import identify
+from tests.timing import HANG_S
 
 
 class Nothing(Launcher):
@@ -75,3 +78,18 @@ def test_ranks_are_ended_though_nothing_can_be_written(folders: list[Path], monk
         assert not any(folder.exists() for folder in folders)
     finally:
         started.kill()
+
+
+@pytest.mark.parametrize("which", ["ControllerLauncher", "EngineLauncher"])
+def test_a_file_with_the_name_of_a_module_of_pythons_own_stops_no_start(which: str, tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise OSError('this is not for ranks')")
+    (command,) = ipyparallel_cluster.make(1, "local", tmp_path / "profile").config[which].values()
+    assert subprocess.run([*command, "--version"], cwd=tmp_path, timeout=HANG_S, check=False).returncode == 0
+
+
+def test_ranks_stay_here_inside_a_job_of_a_batch_system() -> None:
+    job = {"SLURM_JOBID": "7", "SLURM_NODELIST": "here,elsewhere", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NNODES": "2"}
+    where = [str(mpi.require_tool("mpiexec")), "-n", "2", "uname", "-n"]
+    environment = os.environ | LAUNCH_VARIABLES | mpi.HERE | job
+    told = subprocess.run(where, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False).stdout
+    assert told.split() == [os.uname().nodename] * 2

@@ -9,6 +9,7 @@ process): who has ended is seen by those who watch processes (``cluster/watch.py
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ def make(size: int, engine_set: str, profile: Path) -> Any:
     """Return a cluster that has not been started, everything of which lies in its profile folder."""
     log = logging.getLogger("gpumem_nb.cluster")
     log.setLevel(logging.CRITICAL)  # how a cluster ended is told by cluster/exit_reason.py
+    # A file beside the notebook may have the name of a module of Python's own, such as random.py: it is not for them.
+    python, config = [sys.executable, "-P", "-m"], Config()
+    config.ControllerLauncher.controller_cmd = [*python, "ipyparallel.controller"]
+    config.EngineLauncher.engine_cmd = [*python, "ipyparallel.engine"]
     return ipyparallel.Cluster(
         n=size,
         engines=engine_set,
@@ -39,7 +44,7 @@ def make(size: int, engine_set: str, profile: Path) -> Any:
         delay=0,
         load_profile=False,
         shutdown_atexit=False,
-        config=Config(),
+        config=config,
         parent=None,
         log=log,
     )

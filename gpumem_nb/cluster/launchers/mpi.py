@@ -59,6 +59,8 @@ def _library() -> Path | None:
     return None if set(str(target)) & set(" :") else target  # which separate the entries of LD_PRELOAD
 
 
+# Inside a job of a batch system mpiexec would place ranks on all hosts of the job.
+HERE = {"PRTE_MCA_ras": "^slurm,pbs,lsf,gridengine,flux", "PRTE_MCA_plm": "^slurm,tm,lsf,pals"}
 SMALL_LIMIT_BYTES = 2 * 2**30
 _SAID_BY_MPIEXEC = re.compile(r"^-{40,}$.*?^-{40,}$", re.MULTILINE | re.DOTALL)
 
@@ -88,7 +90,7 @@ class MpiLauncher(Launcher):
         if self.remote_hosts.hosts:
             more, arguments = self._variables_between_hosts(), []
         else:
-            more, arguments = _loopback_variables(), _loopback_arguments()
+            more, arguments = _loopback_variables() | HERE, _loopback_arguments()
         return {
             "MPIEngineSetLauncher": {
                 "mpi_cmd": self._command,

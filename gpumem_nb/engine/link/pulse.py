@@ -185,7 +185,7 @@ def watch_owner(profile: Path) -> None:
 
 def _end_from_outside(record: Path) -> bool:
     """In a process that is not a rank, because MPI ends ranks at once when they lose those on another host."""
-    command = [sys.executable, "-m", "gpumem_nb.shared.cluster_records", str(record)]
+    command = [sys.executable, "-P", "-m", "gpumem_nb.shared.cluster_records", str(record)]
     nothing = subprocess.DEVNULL
     with suppress(OSError):
         done = subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
