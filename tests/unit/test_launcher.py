@@ -13,7 +13,7 @@ import pytest
 
 from gpumem_nb.cluster.launchers import base, ipyparallel_cluster, mpi
 from gpumem_nb.cluster.launchers.base import Job, Launcher
-from gpumem_nb.install.mpi_tools import LAUNCH_VARIABLES
+from gpumem_nb.install.mpi_tools import LAUNCH_VARIABLES, require_tool
 from gpumem_nb.shared.cluster_records import FOLDER_PREFIX, Record
 from gpumem_nb.shared.errors import StartError
 from gpumem_nb.shared.processes import identify
@@ -89,7 +89,7 @@ def test_a_file_with_the_name_of_a_module_of_pythons_own_stops_no_start(which: s
 
 def test_ranks_stay_here_inside_a_job_of_a_batch_system() -> None:
     job = {"SLURM_JOBID": "7", "SLURM_NODELIST": "here,elsewhere", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NNODES": "2"}
-    where = [str(mpi.require_tool("mpiexec")), "-n", "2", "uname", "-n"]
+    where = [str(require_tool("mpiexec")), "-n", "2", "uname", "-n"]
     environment = os.environ | LAUNCH_VARIABLES | mpi.HERE | job
     told = subprocess.run(where, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False).stdout
     assert told.split() == [os.uname().nodename] * 2
