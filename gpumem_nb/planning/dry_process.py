@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from contextlib import suppress
@@ -34,7 +35,7 @@ def ask(question: DryRun) -> DryAnswer:
         InvalidInput: what was asked for cannot be used with this workload.
         WorkloadError: the workload cannot be run, or the process ended without an answer.
     """
-    command = [sys.executable, "-m", _MODULE, str(_most_bytes()), str(os.getpid())]
+    command = [sys.executable, "-P", "-m", _MODULE, str(_most_bytes()), str(os.getpid())]
     folder = _folder()
     with tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
@@ -126,10 +127,14 @@ def _folder() -> str | None:
 def _environment(folder: str | None) -> dict[str, str]:
     """Return one thread, no GPU, and the modules that can be imported here, in the working directory of this process.
 
-    Python ignores entries that are not text, and relative paths lead nowhere from a folder that was deleted.
+    Python ignores entries that are not text, and relative paths lead nowhere from a folder that was deleted. Python's
+    own come first: a notebook has imported them long before a file of such a name, such as random.py, could be meant.
     """
     paths = (path for path in sys.path if isinstance(path, str))
     found = [os.path.abspath(path) for path in paths if folder or os.path.isabs(path)]
+    own = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
+    own += [os.path.join(path, "lib-dynload") for path in own]
+    found.sort(key=lambda path: path not in own)
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(found),
         "OMP_NUM_THREADS": "1",

@@ -97,6 +97,15 @@ def test_paths_of_any_kind_and_a_folder_that_is_gone_are_no_obstacle(
     assert predict().live_peak_bytes
 
 
+def test_a_file_with_the_name_of_a_module_of_pythons_own_stops_no_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise OSError('this is not for the process')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert predict().live_peak_bytes
+
+
 def test_relative_paths_are_those_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["", "relative", tmp_path, "/absolute"])
     monkeypatch.chdir(tmp_path)
