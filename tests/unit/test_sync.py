@@ -38,6 +38,7 @@ def test_ranks_with_other_rates_modes_and_positions_are_made_alike(
         postman.become(rank)
         bench.trainer.sync()
     assert compared[0] == compared[1]
+    assert [(one.trainer.steps, one.trainer.stream.position) for one in (first, second)] == [(3, 6)] * 2
     assert first.scheduler
     assert second.scheduler
     assert second.scheduler.state_dict() == first.scheduler.state_dict()

@@ -32,6 +32,7 @@ from .gradients import NoiseScale
 from .joining import check_alike, make_alike, take_from_first
 from .live_model import LiveModel, RatesMemory
 from .notes import workload_info
+from .optimizer_state import from_first
 from .rates import Course
 from .samples import Outcome, begun, completed
 from .step import Looks, Stepper
@@ -119,6 +120,10 @@ class Trainer:
         """
         with self._device.exempt():
             make_alike(self.live)
+        place = self.stream.position, self.stream.passes, self.stream.pass_began
+        self.steps, first = from_first((self.steps, place), "The place in the data")
+        if place != first:  # an update raised on this rank alone, say, and counted on the others
+            self.stream.go_to(*first)
         self.stepper.voting.watch.begin_anew()
 
     def info(self) -> WorkloadInfo:
