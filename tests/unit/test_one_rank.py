@@ -175,10 +175,14 @@ def test_an_update_that_makes_the_optimizers_state_can_be_undone(
     trainer.live.replace_scaler(trainer.live.scaler.state_dict() | {"scale": 2.0**30, "backoff_factor": 2.0**-20})
     device.set_limit(2**30)
     try:
-        voted = [(updates.in_step(trainer, settings), len(trainer.live.optimizer.state)) for _ in range(3)]
+        voted, timed = list[tuple[bool, int]](), list[bool]()
+        for _ in range(3):
+            voted.append((updates.in_step(trainer, settings), len(trainer.live.optimizer.state)))
+            timed.append(trainer.update_times.of(settings) is not None)
     finally:
         device.set_limit(None)
     assert voted == [(True, 0), (True, 2), (False, 2)], "the first one was skipped by the loss scale"
+    assert timed == [False, False, True], "nor is its time that of an update"
 
 
 def test_an_update_with_the_first_gradient_of_a_weight_can_be_undone(device: Device) -> None:

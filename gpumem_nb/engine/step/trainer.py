@@ -211,7 +211,7 @@ class Trainer:
         # Reading a loss or an event waits for the device, so it is done once a chunk.
         seen = self.live.settings.samples_per_rank
         complete = tuple(completed(*pair, self._noise, seen) for pair in zip(samples, outcomes, strict=True))
-        self.update_times.note(self.live, [one.times for one in complete if one.done and one.times])
+        self.update_times.note(self.live, [one.times for one in complete if one.done and one.times and not one.skipped])
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
         went_well = samples and samples[-1].done and (evaluated or not self._evaluates_now(chunk))  # on all ranks
         traced = zip(samples, outcomes, strict=True) if chunk.traced and went_well else ()
