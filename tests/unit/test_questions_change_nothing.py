@@ -249,7 +249,7 @@ def test_on_a_gpu_what_runs_out_beside_state_that_would_leave_does_not_say_that_
 def test_what_stands_in_place_of_an_optimizers_step_is_undone_after_questions_and_where_it_fails(
     under_a_scheduler: bool,
 ) -> None:
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     own, average, updates, broken = torch.optim.Adam(net.parameters(), lr=0.01), copy.deepcopy(net), [0], [False]
     plain_step = own.step
 
