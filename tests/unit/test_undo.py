@@ -187,6 +187,16 @@ def test_what_is_kept_in_any_way_is_put_back(kind: str) -> None:
     assert changed
 
 
+def test_a_large_tensor_written_by_way_of_data_is_put_back_after_each_of_several_undone_steps() -> None:
+    net: Any = Net(lambda net: net.kept.data.add_(1), kept=torch.zeros(LARGE))
+    state = ForwardState([net], loss)
+    for _ in range(3):
+        undo = ForwardUndo(state)
+        call(net)
+        undo.undo()
+        assert net.kept.sum() == 0
+
+
 @pytest.mark.parametrize("steps_before", [0, 1, 2])
 def test_a_container_that_is_bound_anew_between_steps_is_put_back(steps_before: int) -> None:
     net: Any = Net(lambda net: net.kept["all"].append(1), kept={"all": []})

@@ -47,7 +47,7 @@ class ForwardUndo:
         What one part raises stops no other, and is raised when all are done.
         """
         weights = (self.weights.put_back,) if self.weights else ()
-        others = (*(before.put_back for before in self._others), self._tell_of_missed)
+        others = (self._state.learn, *(before.put_back for before in self._others), self._tell_of_missed)
         tensors = (self._put_buffers_back, self._freeze_again, *weights)
         each(chain(self._python.parts(), others, tensors, (self._random.put_back,)))
 
@@ -108,7 +108,7 @@ class ForwardState:
 
     def others_before(self, taken: PythonSnapshot) -> list[Before]:
         """Keep what is in tensors that are neither buffers nor trained, as far as it may have to be put back."""
-        self._changing.after(self._fresh, compare=False)
+        self.learn()
         if self._found is not self.python.found:
             self._found = self.python.found
             weights = self.python.weights()
@@ -122,6 +122,11 @@ class ForwardState:
         befores = self._changing.before((key, tensor) for key, tensor in named if id(tensor) not in self._trained)
         self._fresh = [before for before in befores if before.fresh]
         return befores
+
+    def learn(self) -> None:
+        """Find out which of the tensors that were copied for the first time were written, before they are put back."""
+        fresh, self._fresh = self._fresh, []
+        self._changing.after(fresh, compare=False)
 
     def tell_of(self, missed: Iterable[Before], looked_after: set[int]) -> None:
         """Copy these from now on, but for weights that others look after, by their ids, and views of what is trained.
