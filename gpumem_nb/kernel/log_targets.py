@@ -9,6 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from contextvars import Context
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,6 +185,7 @@ class JsonLines:
 
     Bytes, seconds and names are as in :class:`Sample`, :class:`Evaluation` and :class:`Event`; ``time`` is seconds
     since 1970, and a number that is not finite is text (``nan``, ``inf``, ``-inf``), for JSON has no such numbers.
+    ``run`` goes on from what an earlier log has left in the file: no number is of two.
 
     Raises:
         InvalidInput: the file cannot be written, or holds something else.
@@ -194,14 +196,15 @@ class JsonLines:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _check(path)
+            self._before = _last_run(path)
             self._file = path.open("a", encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"{path} cannot be written: {error}. Give another file, such as run.jsonl.") from None
-        self._run = 1
+        self.new_run(1)
 
     def new_run(self, number: int) -> None:
         """The lines from here on are of another run."""
-        self._run = number
+        self._run = self._before + number
 
     def go_on_from(self, step: int) -> None:
         """Nothing: the event of resuming says it."""
@@ -264,6 +267,19 @@ def _check(path: Path) -> None:
         known = False
     if not known:
         raise InvalidInput(f"{path} holds something else than a log. Give another file, such as run.jsonl.")
+
+
+def _last_run(path: Path) -> int:
+    """Return the number of the run that a log ends with; 0 where there is none, or its end was cut short."""
+    if not path.is_file():
+        return 0
+    with suppress(ValueError, KeyError, IndexError, TypeError), path.open("rb") as file:
+        file.seek(max(0, os.path.getsize(path) - _LONGEST_LINE))
+        return int(json.loads(file.read().splitlines()[-1])["run"])
+    return 0
+
+
+_LONGEST_LINE = 2**16  # bytes, and more than any has
 
 
 class TrackioRun:

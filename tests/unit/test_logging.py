@@ -275,6 +275,7 @@ def test_a_log_goes_on_in_its_file(tmp_path: Path) -> None:
         session.train(1, 2)
         session.logs.stop()
     assert [line["step"] for line in lines(tmp_path / "log.jsonl", "step")] == [1, 1, 2, 2] * 2
+    assert [line["run"] for line in lines(tmp_path / "log.jsonl", "step")] == [1] * 4 + [2] * 4
 
 
 def test_trackio_keeps_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
