@@ -17,6 +17,7 @@ from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.bottleneck import Bottleneck
+from gpumem_nb.report.rescue import Fit
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.errors import NotThisTime, TrainingFailed, WorkloadError
 from gpumem_nb.shared.questions import ModelFacts
@@ -25,7 +26,7 @@ from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits
 from tests.ledgers import MIB, info, reading
 from tests.runs import history_of, train
-from tests.unit.test_doctor import DEFAULT, LIMIT, LOADED, evidence, prediction, rank
+from tests.unit.test_doctor import DEFAULT, LIMIT, LOADED, evidence, failed, prediction, rank
 
 Predict = Callable[[Settings], Prediction]
 
@@ -171,6 +172,18 @@ def test_of_what_barely_fits_a_flip_is_offered_that_leaves_room() -> None:
     flip = offered(900).flip
     assert flip
     assert flip.saves_bytes == 60 * MIB
+
+
+@pytest.mark.parametrize("of", [{"verdict": TIGHT}, {"verdict": TIGHT, "measured": True}, {"verdict": DOES_NOT_FIT}])
+def test_what_was_tried_out_after_memory_ran_out_is_offered_where_small_steps_cannot_say(of: dict[str, Any]) -> None:
+    session = Session()
+    smaller = DEFAULT.replace(checkpointing="blocks")
+    session.predicts = lambda settings: prediction(settings, **of)
+    session.history.rescue = failed("oom", trials=[Fit(smaller, 100 * MIB)])
+    found = next(one for one in session.examine().findings if one.cause == "does not fit")
+    assert (found.flip is not None) is (of == {"verdict": TIGHT})
+    session.history.rescue = failed("oom", trials=[Fit(smaller, 100 * MIB, barely=True)])
+    assert all(one.flip is None for one in session.examine().findings if one.cause == "does not fit")
 
 
 def test_a_flip_whose_step_fails_on_trial_is_not_offered_and_it_is_said_why() -> None:

@@ -11,6 +11,7 @@ from ...planning.doctor.evidence import Evidence, OnRank, still_grows
 from ...planning.doctor.finding import FASTER, FIT, LESS, ROOM, Diagnosis, Finding, Flip
 from ...planning.doctor.rules import findings
 from ...planning.doctor.rules.time import larger, small_batch, without_checkpointing
+from ...planning.fit import fits
 from ...planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ...planning.score import foretold
 from ...report.bottleneck import FEWEST_STEPS, Changes
@@ -216,6 +217,8 @@ class Doctoring(AsksRanks):
             except (InvalidInput, WorkloadError) as error:
                 in_vain.setdefault("Not possible", []).append(f"{typed(evidence.settings, after)} ({error})")
                 continue
+            if will and not will.measured and evidence.tried_out(after):
+                will = dataclasses.replace(will, runs=True)  # small steps do not deny what was
             splits, now_per_s = self._predicting.splits(evidence.settings, after), evidence.now_per_s(changes)
             flip = Flip(evidence.settings, after, changes, evidence.needs, will, now_per_s, splits)
             if _brings(flip, finding.wants):
@@ -240,7 +243,7 @@ def _brings(flip: Flip, wants: str) -> bool:
     if will is None:
         return wants not in (FIT, ROOM)
     if wants == FIT:
-        return will.verdict == FITS
+        return fits(will)
     if wants == ROOM:
         less = flip.was is not None and (
             flip.was.lower_bound or will.reserved_peak_bytes < flip.was.reserved_peak_bytes

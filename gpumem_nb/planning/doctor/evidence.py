@@ -199,6 +199,10 @@ class Evidence:
         """Return what decides which changes are possible."""
         return Circumstances(self.settings, [rank.info for rank in self.ranks], self.workload)
 
+    def tried_out(self, settings: Settings) -> bool:
+        """Return whether the step that ran out of memory was tried out under these settings, and fits."""
+        return self.rescue is not None and any(fit.settings == settings for fit in self.rescue.fitting)
+
     def lighter(self, category: str, phase: str) -> tuple[Changes, ...]:
         """Changes that may make a category smaller, those that keep the mathematics first."""
         need = Need(category, phase, self.settings, self.workload.blocks)
