@@ -29,9 +29,9 @@ def dotted(function: ast.AST, meant: Mapping[str, str]) -> str:
     return meant.get(function.id, function.id) if isinstance(function, ast.Name) else ""
 
 
-def calls(name: str, code: str) -> bool:
-    """Return whether some code calls a function by this name."""
-    return any(isinstance(node, ast.Call) and dotted(node.func, {}) == name for node in ast.walk(ast.parse(code)))
+def calls(name: str, code: str, meant: Mapping[str, str]) -> bool:
+    """Return whether some code calls the function of this name; ``meant`` says what names were imported for."""
+    return any(isinstance(node, ast.Call) and dotted(node.func, meant) == name for node in ast.walk(ast.parse(code)))
 
 
 def given_in(code: str) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ..shared.questions import Cell
 from .cells import OFFERED, Part, Relations, parts_of
 from .effects import unseeded
-from .imports import brought_by_all, imported_in
+from .imports import brought_by_all, imported_in, imported_inside
 from .names import calls, given_in
 from .order import Source
 from .plain import without_timing
@@ -52,6 +52,7 @@ def selected(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten
     kept = [selection.parts[place] for place in places]
     first = min((part.number for part in kept), default=0)
     seeds = [cell.seed for cell in cells[: first + 1] if cell.seed is not None]
+    meant = {name: what for part in kept for name, what in imported_inside(part.plain.text)}
     packages = {what.partition(".")[0] for part in kept for _, what in imported_in(part.plain.text)}
     return Source(
         "cells",
@@ -62,7 +63,7 @@ def selected(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten
         left_out=tuple(dict.fromkeys(reversed(selection.left_out))),
         settings=tuple(one.text for place in places for one in selection.relations.settings(place)),
         plots=bool({"matplotlib", "seaborn"} & packages),
-        saves=any(calls("torch.save", one.text) for part in kept for one in part.statements),
+        saves=any(calls("torch.save", one.text, meant) for part in kept for one in part.statements),
     )
 
 

@@ -142,3 +142,12 @@ def test_what_only_counts_may_be_written_to_a_file() -> None:
     for write in ("with open('log', 'w') as file:\n    file.write(f'{count(net)} {net.about()}')", "save(count(net))"):
         found = selected([Cell(begin), Cell(write)], ["net"], 0, forgotten=False)
         assert (found.definitions, found.left_out) == (begin, (write,))
+
+
+@pytest.mark.parametrize(
+    ("imports", "call"),
+    [("import torch", "torch.save"), ("import torch as t", "t.save"), ("from torch import save as keep", "keep")],
+)
+def test_functions_of_cells_save_nothing_in_a_script_whatever_they_call_it(imports: str, call: str) -> None:
+    cell = Cell(f"{imports}\nnet = [1]\ndef grow():\n    net.append(2)\n    {call}(net, 'best.pt')\ngrow()")
+    assert selected([cell], ["net"], 0, forgotten=False).saves
