@@ -105,6 +105,11 @@ def check_names(order: Order, bare: str) -> None:
             "Your code uses Horovod, which is not started beside DistributedDataParallel. Export without --ddp "
             "(ddp=False), or use no more of it than hvd.rank(), hvd.size() and hvd.local_rank(), without importing it."
         )
+    if order.ddp and source.prepares:
+        raise WorkloadError(
+            "Your code uses accelerate, which would take torchrun's ranks for its own. Export without --ddp "
+            "(ddp=False), or make model, optimizer and data without it."
+        )
     theirs, imported = {*defined_in(bare), *_builtin_in(bare)}, dict(imported_in(bare))
     found = {"device"} if source.kind == "cells" else set()  # which cells may define anew, and not import
     clash = source.defines & ((theirs - found) | imported.keys())

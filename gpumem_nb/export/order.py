@@ -18,6 +18,13 @@ def quoted(text: str) -> str:
 ROLES = {"model": "model", "data": "data", "loss": "loss_of", "optimizer": "optimizer", "scheduler": "scheduler"}
 ROLES |= {"eval_data": "eval_data", "metric": "metric"}
 """The names by role under which ``main`` of a script gets the user's own objects."""
+PREPARED = {
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "data": "base_dataloader",
+    "eval_data": "base_dataloader",
+}
+"""Where what accelerate's ``prepare()`` gives has what it was given, by role."""
 MAKERS = {role: f"make_{name}" for role, name in ROLES.items() if role not in ("loss", "metric")}
 """The same where it is given functions that make it."""
 
@@ -36,6 +43,7 @@ class Source:
         cell_seed: where the random numbers of cells began.
         uses: names that ranks or IPython offer to cells, and the code uses.
         saves: whether functions in it write files by ``torch.save``.
+        prepares: whether it uses accelerate, which takes MPI's or torchrun's ranks for its own.
         plots: whether it imports matplotlib or seaborn.
         defines: names that the code defines.
         left_out: statements of cells that do something outside of the script, such as making files, and are not in it.
@@ -53,6 +61,7 @@ class Source:
     cell_seed: int = 0
     uses: frozenset[str] = frozenset()
     saves: bool = False
+    prepares: bool = False
     plots: bool = False
     defines: frozenset[str] = frozenset()
     left_out: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from ..shared.knobs.communication import VARIABLES
 from ..shared.settings import OWN
 from .imports import check_code, check_names, own_modules
 from .lines import Batches, checkpointed, segment_length, wrapped
-from .order import MAKERS, ROLES, Order, quoted
+from .order import MAKERS, PREPARED, ROLES, Order, quoted
 from .templating import render
 
 _DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
@@ -115,6 +115,7 @@ class Values:
             "moves": self._batches.moves(),
             "with_loss": ddp and own and (facts.loss == "batch" or facts.criterion_weights),
             "guarded": source.saves,
+            "prepares": source.prepares,
             "own_device": self._own_device(),
             "criterion_weights": own and facts.criterion_weights,
             "counts_tokens": bool(self._batches.tokens()),
@@ -172,6 +173,7 @@ class Values:
             "eval_every": order.eval_every,
             "seed": facts.seed,
             "roles": ", ".join(self._roles()),
+            "prepared": "\n".join(self._unprepared()),
             "given": ", ".join(source.names.values()),
             "device": _DEVICE,
             "data": "\n".join(self._batches.data()),
@@ -261,6 +263,12 @@ class Values:
     def _roles(self) -> list[str]:
         names = MAKERS if self._source.kind == "functions" else {}
         return [names.get(role, ROLES[role]) for role in self._source.names]
+
+    def _unprepared(self) -> Iterator[str]:
+        """Take what accelerate was given out of what it made of that."""
+        for role, inside in PREPARED.items() if self._source.prepares else ():
+            if role in self._source.names:
+                yield f'{role} = getattr({role}, "{inside}", {role})'
 
     def _model(self) -> str:
         if self._source.kind == "functions":

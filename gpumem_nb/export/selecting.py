@@ -62,6 +62,7 @@ def selected(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten
         defines=frozenset(name for part in kept for name in _defined(part)),
         left_out=tuple(dict.fromkeys(reversed(selection.left_out))),
         settings=tuple(one.text for place in places for one in selection.relations.settings(place)),
+        prepares="accelerate" in packages or any("TrainingArguments" in part.plain.text for part in kept),
         plots=bool({"matplotlib", "seaborn"} & packages),
         saves=any(calls("torch.save", one.text, meant) for part in kept for one in part.statements),
     )

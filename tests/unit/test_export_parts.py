@@ -11,12 +11,16 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 
 from gpumem_nb.engine.data.fetching import to_device
 from gpumem_nb.engine.random_state import RandomState
 from gpumem_nb.export import refusals
+from gpumem_nb.export.selecting import selected
 from gpumem_nb.memory.tensors import tensors_in
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.questions import Cell
 from gpumem_nb.shared.settings import Settings
 
 from .test_export_script import FACTS, OWN, written
@@ -71,3 +75,16 @@ def test_weights_that_a_script_freezes_are_told() -> None:
     assert refusals.frozen(FACTS) == []
     [told] = refusals.frozen(dataclasses.replace(FACTS, absent=("experts.1.weight", "experts.1.bias")))
     assert "experts.1.weight and 1 more" in told
+
+
+def test_what_accelerate_prepared_is_trained_as_it_was_given_and_its_ranks_are_not_those_of_mpi() -> None:
+    cell = Cell("from accelerate import Accelerator\nnet, opt, rows = Accelerator().prepare(1, 2, 3)")
+    found = selected([cell], ["net", "opt", "rows"], 0, forgotten=False)
+    source = dataclasses.replace(found, names={"model": "net", "data": "rows", "optimizer": "opt"})
+    text = written(Settings(optimizer="own"), source, ddp=False)
+    assert 'optimizer = getattr(optimizer, "optimizer", optimizer)' in text
+    assert 'data = getattr(data, "base_dataloader", data)' in text
+    assert text.index("hvd.init()") < text.index("del os.environ[name]") < text.index("import Accelerator")
+    assert "getattr" not in written(Settings(optimizer="own"), OWN, ddp=False)
+    with pytest.raises(WorkloadError, match=r"uses accelerate.*without --ddp"):
+        written(Settings(optimizer="own"), source, ddp=True)
