@@ -46,10 +46,10 @@ all that was learned of the model is found out anew, and the first update can be
 
 Not restored: files, prints and what runs on other machines; objects of installed packages, of datasets, samplers and
 schedulers; what `next()` took from an iterator; attributes of tensors, what serves as a key, and what `lru_cache`
-keeps; a tensor above 1 MiB that is neither a weight nor a buffer, in the first step that
-writes it, and in each that writes it through `.data` alone; one above 64 KiB that is written through `.data` for the first time after some steps without (in a
-checkpointed block it is refused in the next comparison); trained weights above 64 KiB that forward writes in a question
-that comes before the first step after a cell (the next step says so).
+keeps; a tensor above 1 MiB that is neither a weight nor a buffer, in the first step that writes it, and in each that
+writes it through `.data` alone; one above 64 KiB that is written through `.data` for the first time after some steps
+without (in a checkpointed block it is refused in the next comparison); trained weights above 64 KiB that forward writes
+in a question that comes before the first step after a cell (the next step says so).
 """
 
 
