@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import MagicMock
+
 import pytest
 
-from gpumem_nb.kernel.foreground import InterruptTracker
+from gpumem_nb.cluster.calls import Call
+from gpumem_nb.kernel.foreground import Foreground, InterruptTracker
 
 
 @pytest.mark.parametrize(
@@ -18,3 +22,21 @@ from gpumem_nb.kernel.foreground import InterruptTracker
 def test_what_came_of_it_is_told(stopped: bool, done: bool, said: str) -> None:
     told = InterruptTracker().explain(lambda: stopped, lambda: [] if stopped else [1], lambda: done)
     assert said in str(told)
+
+
+def test_a_time_out_behind_steps_of_training_interrupts_none_of_them() -> None:
+    ranks, training, steps, call = MagicMock(), MagicMock(), MagicMock(), MagicMock()
+    training.under_way.return_value = [steps]
+    call.slices.side_effect = TimeoutError("it has to wait for a step")
+    call.finished.return_value = True  # soon after the step
+    nothing: Any = lambda *_: ""  # noqa: E731
+    foreground = Foreground(ranks, training, MagicMock(), nothing, nothing, nothing)
+
+    def post(posted: Any) -> Call:
+        posted(call)
+        return call
+
+    with pytest.raises(TimeoutError, match="wait for a step"):
+        foreground.finish(post, 0.1)
+    steps.finished.assert_called_once()
+    ranks.interrupt_until.assert_not_called()
