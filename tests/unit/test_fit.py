@@ -66,6 +66,10 @@ def test_what_ran_out_needs_more_than_the_limit_whatever_it_said_itself(asked: i
     """A library of CUDA's does not tell what it asked for; what seemed free may be another process's."""
     failure = Failure(0, "oom", "forward", "", asked_bytes=asked and asked * MIB, free_bytes=free and free * MIB)
     out = Forecasts(3, READING, 0.1, LIMIT, failure=failure)
+
+    wanted, left = (size and size * MIB for size in (asked, free))
+    failure = Failure(0, "oom", "forward", "out of memory", asked_bytes=wanted, free_bytes=left)
+    out = Forecasts(3, READING, 0.1, LIMIT, failure=failure, failed_batch=8)
     one = of_ranks([out], Settings(), [8], 0.1)
     assert one.low_bytes > LIMIT
     assert one.refusal == "will not fit: more than 1000.0 MiB of 1000.0 MiB"
