@@ -19,7 +19,7 @@ from gpumem_nb.report.run_summary import Evaluation
 from gpumem_nb.shared.messages import Failure
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import PARTS
-from gpumem_nb.ui.charts import Charts, View, table
+from gpumem_nb.ui.charts import Assembly, Charts, View, table
 from gpumem_nb.ui.charts.chart import Chart, Drawn, Place
 from gpumem_nb.ui.charts.view import Attempt, Choice
 from tests.ledgers import MIB, info, ledger, reading, sample, waits
@@ -307,3 +307,8 @@ def test_a_figure_that_changes_can_be_shown_and_loaded_again_meanwhile(read: Cal
         assert read(figure)
     for change in meddling.changes:
         change.result()
+
+
+def test_hovering_over_the_speed_of_slow_steps_does_not_say_0() -> None:
+    [trace] = [trace for trace in Assembly([info(0)]).traces if trace.name == "samples/s"]
+    assert trace.hovertemplate.endswith("%{y:,.2~f}")  # plotly's: two decimals, without zeros at the end

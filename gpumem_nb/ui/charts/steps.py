@@ -84,7 +84,9 @@ SPEED = Chart(
     title=_speed_title,
     place=Place(row=1, column=1, span=2),
     traces=lambda view, axes: [
-        go.Scatter(name="samples/s", mode="lines", line={"color": SKY, "width": 2}, hovertemplate="step %{x}: %{y:.0f}")
+        go.Scatter(
+            name="samples/s", mode="lines", line={"color": SKY, "width": 2}, hovertemplate="step %{x}: %{y:,.2~f}"
+        )
     ],
     draw=_draw_speed,
 )
