@@ -61,6 +61,7 @@ def _facts(trainer: Trainer) -> Facts:
         columns=("tuple" if stream.dataset.names is None else "dict") if isinstance(stream.dataset, Columns) else "",
         batch=_kind_of_batch(stream),
         eval_form=trainer.evaluator.held_out.form if trainer.evaluator else "",
+        eval_changes=trainer.evaluator.changed if trainer.evaluator else "",
         loss=takes(loss),
         metric=takes(workload.metric) if workload.metric else "",
         loss_key=isinstance(loss, OwnLoss) and loss.by_key,

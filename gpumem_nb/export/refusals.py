@@ -38,15 +38,19 @@ def left_out(settings: Settings, ddp: bool) -> list[str]:
     return [f"{knob.name}={knob.text(getattr(settings, knob.name))}: {text}" for knob, text in told if text]
 
 
-def frozen(facts: Facts) -> list[str]:
-    """Return a sentence on weights that a script freezes, because no step so far had a gradient of them."""
-    if not facts.absent:
-        return []
-    more = f" and {len(facts.absent) - 1} more" if len(facts.absent) > 1 else ""
-    return [
-        f"training of {facts.absent[0]}{more}, which had a gradient in no step so far: the script freezes what none "
-        "reaches. If later steps do, train until then and export again"
-    ]
+def of_model(facts: Facts) -> Iterator[str]:
+    """Yield a sentence for each thing about the user's own model that a script does otherwise."""
+    if facts.absent:
+        more = f" and {len(facts.absent) - 1} more" if len(facts.absent) > 1 else ""
+        yield (
+            f"training of {facts.absent[0]}{more}, which had a gradient in no step so far: the script freezes what "
+            "none reaches. If later steps do, train until then and export again"
+        )
+    if facts.eval_changes:
+        yield (
+            f"{facts.eval_changes}: evaluating changes it, which a session puts back and the script does not. Let "
+            "forward change it only while self.training is true"
+        )
 
 
 def _knobs(settings: Settings, ddp: bool) -> Iterator[str]:

@@ -180,6 +180,7 @@ class Facts:
         columns: ``tuple`` or ``dict`` of tensors, else empty.
         batch: what a micro-batch is: ``pair``, ``mapping`` or ``other``.
         eval_form: how the validation data was handed over; see ``HeldOut``. Empty without any.
+        eval_changes: something that the latest evaluation changed, and a session put back; empty if nothing.
         loss, metric: what they are called with: ``batch`` (the model and the batch), ``outputs`` (the model's, and
             targets); ``model`` where the model returns its own loss, ``unknown`` where that shows when it is called.
         loss_key: whether the model returns its own loss in a plain dict.
@@ -232,6 +233,7 @@ class Facts:
     columns: str
     batch: str
     eval_form: str
+    eval_changes: str
     loss: str
     metric: str
     loss_key: bool

@@ -155,6 +155,8 @@ def test_everything_is_as_it_was_before(device: Device) -> None:
     assert others[2:] == others_after[2:]
     assert modes() == {False}
     assert all(param.grad is None for param in model.parameters())
+    assert one.evaluator is not None
+    assert one.evaluator.changed == "a buffer"
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"checkpointing": "blocks"}])

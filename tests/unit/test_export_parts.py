@@ -71,10 +71,12 @@ def test_an_evaluation_leaves_random_numbers_of_any_kind_as_they_were() -> None:
     assert not before.moved()
 
 
-def test_weights_that_a_script_freezes_are_told() -> None:
-    assert refusals.frozen(FACTS) == []
-    [told] = refusals.frozen(dataclasses.replace(FACTS, absent=("experts.1.weight", "experts.1.bias")))
-    assert "experts.1.weight and 1 more" in told
+def test_weights_that_a_script_freezes_and_what_evaluations_change_are_told() -> None:
+    assert [*refusals.of_model(FACTS)] == []
+    absent = ("experts.1.weight", "experts.1.bias")
+    frozen, changed = refusals.of_model(dataclasses.replace(FACTS, absent=absent, eval_changes="calls"))
+    assert "experts.1.weight and 1 more" in frozen
+    assert changed.startswith("calls: evaluating changes it")
 
 
 def test_what_accelerate_prepared_is_trained_as_it_was_given_and_its_ranks_are_not_those_of_mpi() -> None:

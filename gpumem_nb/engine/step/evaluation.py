@@ -54,6 +54,7 @@ class Evaluator:
     Attributes:
         held_out: see above.
         length: samples of the validation data.
+        changed: what the latest evaluation changed, and put back: the name of something, or nothing.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Evaluator:
         self._written = WrittenByForward()
         self._device = device
         self._rank, self._size = rank, size
+        self.changed = ""
 
     def run(self, failure: Failure | None) -> tuple[Found | None, Failure | None]:
         """Evaluate, all ranks together: what this rank found, unless one of them failed, and why if it was this one.
@@ -85,8 +87,10 @@ class Evaluator:
             if failure is None:
                 if self._live.loss is not self._loss:  # a knob has put another one in its place
                     self._look_after(self._live.loss)
-                with left_as_it_was(self._modules(), self._forward, self._live, self._written), interruptible():
+                around = left_as_it_was(self._modules(), self._forward, self._live, self._written)
+                with around as changed, interruptible():
                     sums, samples = self._sum_up()
+                self.changed = changed[0]
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self._failure(error)
             self._live.abandon_forward()
@@ -157,9 +161,19 @@ def left_as_it_was(
     """All of these in eval mode inside; modes, weights, buffers, what forward keeps and random numbers as before."""
     kept = written.before(may_write(live.optimizer), live.parts.parameters(), copy=True)
     before = ForwardUndo(forward, kept)
+
+
+) -> Iterator[list[str]]:
+    """All of these in eval mode inside; modes, weights, buffers, what forward keeps and random numbers as before.
+
+    Gives a list that gets the name of something that was otherwise in the end, or an empty one.
+    """
+    kept = written.before(live.parameters, live.parts.parameters(), copy=True)
+    before, changed = ForwardUndo(forward, kept), list[str]()
     try:
         with evaluating(modules):
-            yield
+            yield changed
+        changed.append("a weight" if kept.written() else before.changed())
         written.after(kept)
     finally:
         before.undo()

@@ -51,6 +51,12 @@ class ForwardUndo:
         tensors = (self._put_buffers_back, self._freeze_again, *weights)
         each(chain(self._python.parts(), others, tensors, (self._random.put_back,)))
 
+    def changed(self) -> str:
+        """Return the name of something that is otherwise by now, weights aside; empty if nothing is."""
+        names = sorted(self._python.differing(self._state.python.take()))
+        buffers = (buffer for buffer, content in self._buffers if not torch.equal(buffer, content))
+        return next(iter(names), "a buffer" if next(buffers, None) is not None else "")
+
     def _tell_of_missed(self) -> None:
         missed = [before for before in self._others if before.was_missed]
         if missed:

@@ -66,7 +66,7 @@ class Exporting(AsksRanks):
         except WorkloadError as error:
             raise WorkloadError(f"No script was written. {error}") from None
         left_out = (*self._left_out(), *_of_statements(source), *refusals.left_out(settings, ddp), *_of_places(order))
-        left_out += tuple(refusals.frozen(facts)) * own
+        left_out += tuple(refusals.of_model(facts)) * own
         with written_over(target, _ours, _SCRIPT) as file:
             file.write(text.encode())
         return ExportedScript(target, text.count("\n"), len(self._ranks), ddp, left_out)
