@@ -135,10 +135,6 @@ def test_the_size_of_ready_made_batches_is_found() -> None:
 
 def test_of_ready_made_batches_of_other_sizes_it_is_said_what_speeds_count() -> None:
     batches = [torch.ones(size, 2) for size in (5, 3, 8)]
-    sources: list[Any] = [DataLoader(batches, batch_size=None), iter_anew(batches)]  # type: ignore[arg-type]
-    for data in sources:
-
-
     handed: list[Any] = [DataLoader(batches, batch_size=None), iter_anew(batches)]  # type: ignore[arg-type]
     for data in handed:
         stream = stream_of(data, 0, 1)

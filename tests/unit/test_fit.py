@@ -64,9 +64,6 @@ def test_a_rank_that_ran_out_tells_a_lower_bound_that_is_shown_as_one() -> None:
 @pytest.mark.parametrize(("asked", "free"), [(None, 300), (20, 300), (None, None)])
 def test_what_ran_out_needs_more_than_the_limit_whatever_it_said_itself(asked: int | None, free: int | None) -> None:
     """A library of CUDA's does not tell what it asked for; what seemed free may be another process's."""
-    failure = Failure(0, "oom", "forward", "", asked_bytes=asked and asked * MIB, free_bytes=free and free * MIB)
-    out = Forecasts(3, READING, 0.1, LIMIT, failure=failure)
-
     wanted, left = (size and size * MIB for size in (asked, free))
     failure = Failure(0, "oom", "forward", "out of memory", asked_bytes=wanted, free_bytes=left)
     out = Forecasts(3, READING, 0.1, LIMIT, failure=failure, failed_batch=8)

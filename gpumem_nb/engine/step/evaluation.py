@@ -157,18 +157,12 @@ class Evaluator:
 @contextmanager
 def left_as_it_was(
     modules: Iterable[nn.Module], forward: ForwardState, live: LiveModel, written: WrittenByForward
-) -> Iterator[None]:
-    """All of these in eval mode inside; modes, weights, buffers, what forward keeps and random numbers as before."""
-    kept = written.before(may_write(live.optimizer), live.parts.parameters(), copy=True)
-    before = ForwardUndo(forward, kept)
-
-
 ) -> Iterator[list[str]]:
     """All of these in eval mode inside; modes, weights, buffers, what forward keeps and random numbers as before.
 
     Gives a list that gets the name of something that was otherwise in the end, or an empty one.
     """
-    kept = written.before(live.parameters, live.parts.parameters(), copy=True)
+    kept = written.before(may_write(live.optimizer), live.parts.parameters(), copy=True)
     before, changed = ForwardUndo(forward, kept), list[str]()
     try:
         with evaluating(modules):
