@@ -272,3 +272,13 @@ def test_whatever_decides_how_an_update_is_computed_asks_for_another_dry_run(
     assert len(dry_runs) == 7
     compared(gpu, net, optimizer, False, None, known.foresee)
     assert len(dry_runs) == 7
+
+
+def test_sparse_gradients_of_other_samples_are_looked_at_anew(gpu: VirtualGPU, dry_runs: list[Optimizer]) -> None:
+    known, table = KnownUpdates(), nn.Embedding(1000, 16, sparse=True)
+    optimizer = optim.SparseAdam(table.parameters(), lr=0.1)
+    for rows in (10, 500, 500):
+        table(torch.arange(rows)).sum().backward()
+        known.foresee(optimizer, "default", None, None, gpu.torch_device, lambda _: 0)
+        optimizer.zero_grad()
+    assert len(dry_runs) == 3

@@ -78,9 +78,10 @@ class KnownUpdates:
     ) -> Foreseen:
         """Return what the next update would allocate. Arguments and errors are those of :func:`.dry_update.foresee`."""
         how = (optimizer, implementation, scaler, clip_norm, device)
-        if not optimizers.is_torchs(optimizer) or stepped_by_others(optimizer):
-            return foresee(*how, allocation)
         held, weights = held_by(optimizer), list(in_groups(optimizer))
+        sparse = any(tensor.layout is not torch.strided for tensor in held)  # of which samples say how much they hold
+        if sparse or stepped_by_others(optimizer) or not optimizers.is_torchs(optimizer):
+            return foresee(*how, allocation)
         numbers = [0, *dict.fromkeys(number for tensor in held if (number := allocation(tensor)))]
         places = {number: place for place, number in enumerate(numbers)}
         lying = [places[allocation(tensor)] for tensor in held]
@@ -141,5 +142,4 @@ def _state(optimizer: Optimizer) -> Iterator[Hashable]:
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:
-    strides = tensor.stride() if tensor.layout is torch.strided else ()
-    return tensor.dtype, tuple(tensor.shape), strides, tensor.layout, tensor.device, tensor.requires_grad
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad
