@@ -307,3 +307,24 @@ def test_an_update_that_a_question_had_to_take_is_not_taken_for_what_forward_wro
     assert trainer.stepper.not_foreseen
     assert torch.equal(net.weight, held)
     assert trainer.run(Chunk(settings, 1, 2)).failure is None
+
+
+def test_the_update_of_a_sparse_table_is_predicted_as_it_is(alone: Overheard) -> None:
+    table = nn.Embedding(4000, 64, sparse=True)
+    rows = TensorDataset(torch.arange(4000), torch.zeros(4000, dtype=torch.long))
+    data = ShardedStream(*as_dataset(rows), rank=0, size=1)
+    optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1)
+    workload = Workload("table", lambda: table, lambda: rows, squares_of, optimizer=lambda params: optimizer)
+    trainer = Trainer(workload, data, opened(), time.time())
+    settings = Settings(batch_size=4000, optimizer="own", learning_rate=0.1)
+    assert trainer.run(Chunk(settings, 1, 3)).failure is None
+    held = table.weight.detach().clone()
+    found = trainer.trials.forecast(settings, [4000], [4000], 0)
+    assert "sparse" in found.update_undone
+    assert torch.equal(table.weight, held)
+    reply = trainer.run(Chunk(settings, 1, 2, ledger_steps=1))
+    assert abs(found.of[0].live_peak_bytes - reply.samples[-1].live_peak_bytes) <= 64  # a few numbers
+
+
+def squares_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return model(batch[0]).square().mean()  # type: ignore[no-any-return]

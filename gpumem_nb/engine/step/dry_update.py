@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ...internals.fake_internals import (
     copied_as_fake,
@@ -76,6 +76,9 @@ def foresee(
     """
     if stepped_by_others(optimizer):
         raise CannotBeForeseen(f"the step of this {type(optimizer).__name__} was replaced by another function")
+    in_place = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+    if not in_place and any(param.grad is not None and param.grad.is_sparse for param in in_groups(optimizer)):
+        raise CannotBeForeseen("how much it makes of sparse gradients depends on the samples")
     log = UpdateLog(device, allocation)
     try:
         with modes_set_aside(), foreach_as_for_real_tensors(), ExitStack() as stack:
