@@ -24,15 +24,8 @@ _DEFINITIONS = _FUNCTIONS | ast.ClassDef
 _SURE = _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Assign
 _ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
 _OBJECTS = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.GeneratorExp
-_MAKERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "SimpleNamespace", "count", "cycle"}
-_MAKERS |= {
-    "iter",
-    "default_rng",
-    "RandomState",
-    "Random",
-    "Generator",
-    "manual_seed",
-}  # containers, iterators, numbers
+_MAKERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "SimpleNamespace"}
+_MAKERS |= {"count", "cycle", "iter", "default_rng", "RandomState", "Random", "Generator", "manual_seed"}
 _CACHE = re.compile("cache(?!d_property)|memoi")  # decorators whose functions give one object again and again
 
 
