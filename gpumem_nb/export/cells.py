@@ -207,7 +207,7 @@ class Relations:
             holding = [
                 one
                 for one in definitions
-                if one.holds or one.effects & keeping or not one.reads <= self._fixed | one.adds_to
+                if one.holds or one.effects & keeping or not one.reads <= self._fixed | (one.adds_to - self._holders)
             ]
             holders = {name for one in holding for name in one.binds}
             if holders <= self._holders:

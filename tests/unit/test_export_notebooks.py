@@ -221,6 +221,13 @@ DTYPE = "net = torch.get_default_dtype()"
             "probe = Layer()",
             NUMBER,
         ),
+        (
+            "class Layer:\n    rows = []\n    def add(self): self.rows.append(1)",
+            "class More(Layer): pass",
+            "probe = Layer()",
+            "probe.add()",
+            "net = More().rows",
+        ),
         (COUNTED.format("type(self)"), "probe = Layer()", NUMBER),
         (COUNTED.format("self.__class__"), "probe = Layer()", NUMBER),
         (COUNTED.format("Layer"), "class More(Layer): pass", "probe = More()", NUMBER),
