@@ -32,9 +32,9 @@ def visible_gpus() -> int:
         return there
 
     def is_named(device: str) -> bool:
-        return int(device) < there if device.isdecimal() else device not in ("", "-1")
+        return int(device) < there if device.isdecimal() else device.startswith(("GPU-", "MIG-"))
 
-    # CUDA ends the list at the first entry that names no device.
+    # CUDA ends the list at the first entry that names no device, such as Slurm's NoDevFiles.
     return len(list(itertools.takewhile(is_named, map(str.strip, visible.split(",")))))
 
 

@@ -47,7 +47,8 @@ ON_CCCC = f"GPU 3, MIG instance 1 is in use by process {OTHER}"
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"), [(None, 4), ("", 0), ("0,2", 2), ("1, -1, 2", 1), ("3,4", 1), ("GPU-aaaa", 1)]
+    ("visible", "count"),
+    [(None, 4), ("", 0), ("0,2", 2), ("1, -1, 2", 1), ("3,4", 1), ("GPU-aaaa", 1), ("NoDevFiles", 0), ("1,none", 1)],
 )
 def test_ranks_see_the_gpus_before_the_first_entry_that_names_none(
     visible: str | None, count: int, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml
