@@ -303,7 +303,7 @@ class Lifecycle:
 
     def _stop_idle(self) -> None:
         why = f"stopped after {self.policy.idle_minutes:g} minutes without work (%hvd_set idle_minutes=never keeps it)"
-        if self.training.workload and not self.ended:
+        if not self.ended:
             self.loading.take_last_snapshot()
         if self.ended:
             self.idle.stop()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from unittest.mock import MagicMock
 
 import pytest
 
 from gpumem_nb.kernel.idle import IdleWatch
+from gpumem_nb.kernel.lifecycle import Lifecycle
+from gpumem_nb.kernel.loading import Loading
+from gpumem_nb.kernel.policy import Policy
 
 
 @dataclass
@@ -78,3 +82,15 @@ def test_the_end_is_announced_in_the_last_tenth(place: Place) -> None:
     assert "stop in 2 minutes (idle_minutes=30)" in place.watch.notice()
     place.after(1.5)
     assert "stop in 30 s" in place.watch.notice()
+
+
+def test_a_session_with_nothing_loaded_any_more_stops_though_earlier_steps_could_not_be_kept() -> None:
+    cluster = MagicMock()
+    cluster.training.workload = None  # a load that failed took it away
+    life = Lifecycle.__new__(Lifecycle)
+    life.cluster, life.policy, life.ended = cluster, Policy(), ""
+    life.idle, life.loading = MagicMock(), Loading(cluster)
+    life.loading.unkept = "2 steps would be lost."
+    life._stop_idle()
+    assert life.ended.startswith("stopped after")
+    cluster.ranks.stop.assert_called_once()
