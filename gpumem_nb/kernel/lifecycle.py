@@ -151,8 +151,8 @@ class Lifecycle:
             if played:
                 self.training.play()
             raise StateFileError(
-                f"The ranks were not started again: {self.loading.unkept} Save the state with %hvd_save FILE, or end "
-                "the ranks with %hvd_stop."
+                f"The ranks were not started again: {self.loading.unkept} Save the state with %hvd_save FILE; then end "
+                "the ranks with %hvd_stop, and go on with %hvd_start and %hvd_resume FILE."
             )
         before = self.loading.remember(up_to_date) if loaded else None
         try:
