@@ -270,12 +270,15 @@ def _check(path: Path) -> None:
 
 
 def _last_run(path: Path) -> int:
-    """Return the number of the run that a log ends with; 0 where there is none, or its end was cut short."""
+    """Return the number of the run that a log ends with; 0 where there is none. Its last line may be cut short."""
     if not path.is_file():
         return 0
-    with suppress(ValueError, KeyError, IndexError, TypeError), path.open("rb") as file:
-        file.seek(max(0, os.path.getsize(path) - _LONGEST_LINE))
-        return int(json.loads(file.read().splitlines()[-1])["run"])
+    with path.open("rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 2 * _LONGEST_LINE))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        with suppress(ValueError, KeyError, TypeError):
+            return int(json.loads(line)["run"])
     return 0
 
 
