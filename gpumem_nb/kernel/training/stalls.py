@@ -88,8 +88,8 @@ class Stalls:
                 return [rank for rank in late if rank in call.pending()]
 
             self._ranks.interrupt_until(call.finished, left)
-            if left() and time.monotonic() - self._late_s > LATE_TIMEOUT_S:
-                self._strand(f"{name_ranks(left())} could not be interrupted")
+            if (ranks := left()) and time.monotonic() - self._late_s > LATE_TIMEOUT_S:
+                self._strand(f"{name_ranks(ranks)} could not be interrupted")
 
     def _report(self, call: Call) -> WaitReport | None:
         """Return who waited for whom when the ranks came apart in this chunk, if they did."""
