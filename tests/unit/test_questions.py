@@ -317,6 +317,18 @@ def test_what_several_small_micro_batches_need_follows_from_two_steps(
     assert peaks[sizes[-1]] >= peaks[1] > 0
 
 
+def test_peaks_are_found_by_the_smallest_steps_where_others_run_out_of_memory(gpu: VirtualGPU) -> None:
+    forecast = trainer(gpu).trials.forecast
+
+    def limited(settings: Settings, small: list[int], sizes: list[int], most: int) -> Forecasts:
+        if not (larger := [size for size in small if size > 2]):
+            return forecast(settings, small, sizes, most)
+        failure = Failure(0, "oom", "forward", "out of memory")
+        return Forecasts(3, Reading(0, 0, 0, 0, None, 1000 * MIB), 0.1, MIB, failure=failure, failed_batch=larger[0])
+
+    assert list(predicting(forecast=limited).peaks_by_batch({"batch_size": 2})) == [1, 2]
+
+
 def test_what_passed_the_limit_needs_more_than_that_whatever_the_budget() -> None:
     failure = Failure(0, "oom", "forward", "out of memory", asked_bytes=30 * MIB, free_bytes=10 * MIB)
     out = Forecasts(3, Reading(0, 0, 0, 0, None, 1000 * MIB), 0.1, 1000 * MIB, failure=failure, failed_batch=32)

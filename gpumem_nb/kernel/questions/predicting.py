@@ -24,6 +24,7 @@ from ...shared.workload import Splits
 from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 
+_FEWER = (FEWEST, (1, 2), (1,))  # the same where those run out of memory, too
 _PASSING = ("interrupted", "stall", "diverged")  # failures after which another try may go well
 HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
 LONGEST_S = 2.0  # whole steps that take longer, as far as is known, are not tried out: that would take too long
@@ -87,18 +88,18 @@ class Predicting(AsksRanks):
         Raises:
             WorkloadError: a small step failed for another reason than memory.
         """
-        small, sizes = self._small(batch_sizes), list(batch_sizes)
-        answers = self._ask(settings, small, sizes, 0)
-        out = self._ran_out(answers)
-        fewer = [size for size in sizes if out and size < out.failed_batch and len(small) > 1]
+        small: Sequence[int] = self._small(batch_sizes)
+        sizes = left = list(batch_sizes)
         found: dict[int, Prediction] = {}
-        if out is None:
-            found = self._of_sizes(settings, sizes, answers, small, budget_bytes)
-        elif fewer:
-            answers = self._ask(settings, list(FEWEST), fewer, 0)
-            failed = self._ran_out(answers)
-            found = {} if failed else self._of_sizes(settings, fewer, answers, list(FEWEST), budget_bytes)
-            out = failed or out
+        out: Forecasts | None = None
+        while left and small and not found:
+            answers = self._ask(settings, list(small), left, 0)
+            if failed := self._ran_out(answers):
+                out = failed
+                left = [size for size in left if size < failed.failed_batch]
+                small = next((fewer for fewer in _FEWER if max(fewer) < failed.failed_batch), ())
+            else:
+                found = self._of_sizes(settings, left, answers, list(small), budget_bytes)
         return [found.get(size) or self._ran_out_at(out, settings.replace(batch_size=size)) for size in sizes]
 
     def _of_sizes(
