@@ -35,8 +35,8 @@ def ask(question: DryRun) -> DryAnswer:
         InvalidInput: what was asked for cannot be used with this workload.
         WorkloadError: the workload cannot be run, or the process ended without an answer.
     """
-    command = [sys.executable, "-P", "-m", _MODULE, str(_most_bytes()), str(os.getpid())]
     folder = _folder()
+    command = [sys.executable, "-P", "-m", _MODULE, str(_most_bytes()), str(os.getpid()), *_paths(folder)]
     with tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             command,
@@ -124,19 +124,25 @@ def _folder() -> str | None:
         return None
 
 
+def _paths(folder: str | None) -> list[str]:
+    """Return where modules are looked for here.
+
+    Python ignores entries that are not text, and relative paths lead nowhere from a folder that was deleted.
+    """
+    paths = (path for path in sys.path if isinstance(path, str))
+    return [os.path.abspath(path) for path in paths if folder or os.path.isabs(path)]
+
+
 def _environment(folder: str | None) -> dict[str, str]:
     """Return one thread, no GPU, and the modules that can be imported here, in the working directory of this process.
 
-    Python ignores entries that are not text, and relative paths lead nowhere from a folder that was deleted. Python's
-    own come first: a notebook has imported them long before a file of such a name, such as random.py, could be meant.
+    Python's own come first until the process has what it needs of them: a notebook has imported them long before a
+    file of such a name, such as random.py, could be meant.
     """
-    paths = (path for path in sys.path if isinstance(path, str))
-    found = [os.path.abspath(path) for path in paths if folder or os.path.isabs(path)]
     own = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
     own += [os.path.join(path, "lib-dynload") for path in own]
-    found.sort(key=lambda path: path not in own)
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(found),
+        "PYTHONPATH": os.pathsep.join(sorted(_paths(folder), key=lambda path: path not in own)),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import subprocess
@@ -30,11 +31,15 @@ def rows() -> list[tuple[Tensor, int]]:
     return [(torch.zeros(WIDTH), index % 4) for index in range(8)]
 
 
-def predict(data: Callable[[], Any] = rows) -> Prediction:
+def made() -> nn.Module:
+    return nn.Linear(WIDTH, 4)
+
+
+def predict(data: Callable[[], Any] = rows, model: Callable[[], nn.Module] = made) -> Prediction:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    predicted = gm.predict(gm.Workload("mine", lambda: nn.Linear(WIDTH, 4), data, loss), batch_size=8)
+    predicted = gm.predict(gm.Workload("mine", model, data, loss), batch_size=8)
     assert isinstance(predicted, Prediction)
     return predicted
 
@@ -104,6 +109,15 @@ def test_a_file_with_the_name_of_a_module_of_pythons_own_stops_no_prediction(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     assert predict().live_peak_bytes
+
+
+def test_a_module_of_ones_own_is_the_one_that_is_imported_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rlcompleter.py").write_text("from torch import nn\ndef make(): return nn.Linear(16, 4)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.delitem(sys.modules, "rlcompleter", raising=False)  # Python's own, which IPython uses
+    assert predict(model=importlib.import_module("rlcompleter").make).live_peak_bytes
+    monkeypatch.delitem(sys.modules, "rlcompleter")
 
 
 def test_relative_paths_are_those_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
