@@ -52,8 +52,8 @@ def selected(cells: Sequence[Cell], names: Collection[str], seed: int, forgotten
     kept = [selection.parts[place] for place in places]
     first = min((part.number for part in kept), default=0)
     seeds = [cell.seed for cell in cells[: first + 1] if cell.seed is not None]
-    meant = {name: what for part in kept for name, what in imported_inside(part.plain.text)}
-    packages = {what.partition(".")[0] for part in kept for _, what in imported_in(part.plain.text)}
+    imported = [one for part in kept for one in imported_inside(part.plain.text)]
+    packages, meant = {what.partition(".")[0] for _, what in imported}, dict(imported)
     return Source(
         "cells",
         definitions=_joined(kept, cells),

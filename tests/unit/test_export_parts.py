@@ -79,8 +79,11 @@ def test_weights_that_a_script_freezes_and_what_evaluations_change_are_told() ->
     assert changed.startswith("calls: evaluating changes it")
 
 
-def test_what_accelerate_prepared_is_trained_as_it_was_given_and_its_ranks_are_not_those_of_mpi() -> None:
-    cell = Cell("from accelerate import Accelerator\nnet, opt, rows = Accelerator().prepare(1, 2, 3)")
+@pytest.mark.parametrize(
+    "made", ["{0}\nnet, opt, rows = {1}", "def make():\n    {0}\n    return {1}\nnet, opt, rows = make()"]
+)
+def test_what_accelerate_prepared_is_trained_as_it_was_given_and_its_ranks_are_not_those_of_mpi(made: str) -> None:
+    cell = Cell(made.format("from accelerate import Accelerator", "Accelerator().prepare(1, 2, 3)"))
     found = selected([cell], ["net", "opt", "rows"], 0, forgotten=False)
     source = dataclasses.replace(found, names={"model": "net", "data": "rows", "optimizer": "opt"})
     text = written(Settings(optimizer="own"), source, ddp=False)
