@@ -32,7 +32,7 @@ from .horovod_compile import build_wheel
 from .horovod_source import VERSION, digest
 from .horovod_target import GPU_MODES, Target, detect
 from .long_step import long_step, run_whole
-from .mpi_tools import LAUNCH_VARIABLES, require_tool
+from .mpi_tools import HERE, LAUNCH_VARIABLES, require_tool
 
 RECIPE = 6
 """Raised with every change to the patches or the build's environment, so that older wheels are not taken for new."""
@@ -129,7 +129,7 @@ def prove(target: Target) -> None:
         SetupError: it failed or did not end in time, with the last thing the ranks said.
     """
     command = [str(require_tool("mpiexec")), "-n", str(RANKS), sys.executable, "-m", "gpumem_nb.engine.probe"]
-    environment = os.environ | LAUNCH_VARIABLES | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | LAUNCH_VARIABLES | HERE | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as output:
         try:
             # Run where this package is, installed or not.

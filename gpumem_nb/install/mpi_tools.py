@@ -23,6 +23,8 @@ LAUNCH_VARIABLES = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_btl": "self,sm",
 }
+# Inside a job of a batch system mpiexec would place ranks on all hosts of the job.
+HERE = {"PRTE_MCA_ras": "^slurm,pbs,lsf,gridengine,flux", "PRTE_MCA_plm": "^slurm,tm,lsf,pals"}
 
 
 def find_tool(name: str) -> Path | None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from gpumem_nb.cluster.launchers import base, ipyparallel_cluster, mpi
+from gpumem_nb.cluster.launchers import base, ipyparallel_cluster
 from gpumem_nb.cluster.launchers.base import Job, Launcher
-from gpumem_nb.install.mpi_tools import LAUNCH_VARIABLES, require_tool
+from gpumem_nb.install import horovod_build, horovod_target
+from gpumem_nb.install.mpi_tools import HERE, LAUNCH_VARIABLES, require_tool
 from gpumem_nb.shared.cluster_records import FOLDER_PREFIX, Record
 from gpumem_nb.shared.errors import StartError
 from gpumem_nb.shared.processes import identify
@@ -90,6 +91,13 @@ def test_a_file_with_the_name_of_a_module_of_pythons_own_stops_no_start(which: s
 def test_ranks_stay_here_inside_a_job_of_a_batch_system() -> None:
     job = {"SLURM_JOBID": "7", "SLURM_NODELIST": "here,elsewhere", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NNODES": "2"}
     where = [str(require_tool("mpiexec")), "-n", "2", "uname", "-n"]
-    environment = os.environ | LAUNCH_VARIABLES | mpi.HERE | job
+    environment = os.environ | LAUNCH_VARIABLES | HERE | job
     told = subprocess.run(where, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False).stdout
     assert told.split() == [os.uname().nodename] * 2
+
+
+def test_so_do_those_that_prove_horovods_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, str] = {}
+    monkeypatch.setattr(horovod_build, "run_whole", lambda *_, env, **__: told.update(env) or 0)
+    horovod_build.prove(horovod_target.detect("auto", horovod_build.RECIPE))
+    assert told.items() >= HERE.items()

@@ -18,7 +18,7 @@ from typing import Any
 
 import platformdirs
 
-from ...install.mpi_tools import LAUNCH_VARIABLES, require_tool
+from ...install.mpi_tools import HERE, LAUNCH_VARIABLES, require_tool
 from ...shared.allocator_settings import VARIABLES
 from .. import exit_reason
 from .base import Job, Launcher
@@ -59,8 +59,6 @@ def _library() -> Path | None:
     return None if set(str(target)) & set(" :") else target  # which separate the entries of LD_PRELOAD
 
 
-# Inside a job of a batch system mpiexec would place ranks on all hosts of the job.
-HERE = {"PRTE_MCA_ras": "^slurm,pbs,lsf,gridengine,flux", "PRTE_MCA_plm": "^slurm,tm,lsf,pals"}
 SMALL_LIMIT_BYTES = 2 * 2**30
 _SAID_BY_MPIEXEC = re.compile(r"^-{40,}$.*?^-{40,}$", re.MULTILINE | re.DOTALL)
 
