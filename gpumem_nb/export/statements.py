@@ -46,7 +46,7 @@ class Statement:
         values: names that it uses otherwise than by calling them: what is given on, or changed.
         sets: roots of what it sets attributes or items of, or calls by a name that says that it sets something.
         effects: roots of what it calls and gets nothing of, and of decorators.
-        sets_late, effects_late: the same of its functions.
+        sets_late, effects_late: the same of its functions, which may have others by names of their own.
         calls, calls_late: the methods that it may call when it runs, and those that its functions may.
         methods: of a class, each looked at like a function.
         gives: roots of names and attributes in it that are not called, but may be given to a function.
@@ -122,6 +122,8 @@ def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
     sure = isinstance(node, _SURE) or (isinstance(node, ast.AnnAssign) and node.value is not None)
     surely = binds - _packages(node) if sure else set[str]()
     everything = [*ast.walk(node)]
+    # What functions call so may be their own otherwise.
+    of_module = reads | late | binds_late | {OF_CLASS, *_imported(everything)} if late or defines else set[str]()
     constant = _names_constants(node)
     given = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else getattr(node, "iter", None)
     return Statement(
@@ -137,8 +139,8 @@ def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
         values=frozenset(values(node)),
         sets=frozenset(name for one in own for name in sets(one)),
         effects=frozenset(name for one in own for name in effects(one)),
-        sets_late=frozenset(name for one in everything for name in sets(one)) if late or defines else frozenset(),
-        effects_late=frozenset(name for one in everything for name in effects(one)) if late or defines else frozenset(),
+        sets_late=frozenset(name for one in everything for name in sets(one) if name in of_module),
+        effects_late=frozenset(name for one in everything for name in effects(one) if name in of_module),
         calls=frozenset(name for one in own for name in methods(one)),
         calls_late=frozenset(name for one in everything for name in methods(one)) if late or defines else frozenset(),
         methods=tuple((f".{one.name}", statement(one, ())) for one in _methods_of(node)),
@@ -224,6 +226,11 @@ def _packages(node: ast.stmt) -> set[str]:
     """Return the packages that ``import a.b`` adds to: it may be one of several that do."""
     names = node.names if isinstance(node, ast.Import) else []
     return {one.name.partition(".")[0] for one in names if "." in one.name and not one.asname}
+
+
+def _imported(parts: Collection[ast.AST]) -> Iterator[str]:
+    imports = (one for one in parts if isinstance(one, ast.Import | ast.ImportFrom))
+    yield from (name.asname or name.name.partition(".")[0] for one in imports for name in one.names)
 
 
 def _extended(node: ast.AST) -> Iterator[str]:

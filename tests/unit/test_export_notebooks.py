@@ -284,3 +284,12 @@ def test_methods_that_set_nothing_do_not_keep_what_calls_them() -> None:
     define = "class Net:\n    def fit(self):\n        self.rows = [1]\n        torch.nn.init.zeros_(self.weight)"
     script = selected([Cell(define), Cell("other = Net()"), Cell("other.fit()"), Cell("net = [1]")], ["net"], 0, False)
     assert "fit()" not in script.definitions
+
+
+def test_what_functions_have_by_names_of_their_own_is_no_package_of_such_a_name() -> None:
+    begin = "import torch\nloss = torch.pi\nnet = [1]"
+    body = ["loss, rows = 0, [*rows]", "loss += 1", "loss.extra = 1", "loss.backward()", "rows[0] = 2"]
+    count = "def count(rows):\n    " + "\n    ".join(body)
+    found = selected([Cell(begin), Cell(count), Cell("print(count([3]))")], ["net"], 0, False)
+    assert found.settings == ()
+    assert "count" not in found.definitions
