@@ -340,3 +340,19 @@ def test_random_numbers_that_torch_does_not_put_back_are_told(drawn: str) -> Non
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
     assert bool(checkpointing.changed) is (drawn != "1.0")
+
+
+def test_blocks_that_keep_arrays_of_objects_and_numbers_that_are_none_change_nothing() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.best = nn.Linear(4, 4), float("nan")
+            self.unset, self.pieces = np.full(2, np.nan), np.array([torch.ones(3), None], dtype=object)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, self.linear(x)).tanh()
+
+    model = nn.Sequential(Keeping(), Keeping())
+    checkpointing = Checkpointing(model, list(model), "blocks")
+    model(torch.ones(2, 4)).sum().backward()
+    assert checkpointing.changed == []

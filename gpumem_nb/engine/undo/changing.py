@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...internals.torch_internals import version
-from ..copies import host_copy, refill
+from ..copies import host_copy, refill, same
 
 Key = tuple[int, str]
 """Where a tensor is bound: the id of a mapping, a name in it, and places in what is bound there: ``latest.0``."""
@@ -48,7 +48,11 @@ class Before:
 
     def holds_other_content(self) -> bool:
         """Compare the tensor with what was kept of it; waits for the device."""
-        return self.content is not None and not torch.equal(self.tensor.detach().to(self.content.device), self.content)
+        return self.content is not None and not same(self.tensor.detach().to(self.content.device), self.content)
+
+    def was_written(self) -> bool:
+        """Return whether it holds something else by now, as far as is known; waits for the device."""
+        return self.was_missed or ((self.fresh or self.was_changed) and self.holds_other_content())
 
     def put_back(self) -> None:
         """Let the tensor hold what it held."""

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ..copies import same
 from .changing import Key
-from .reachable import GONE, SCALARS, Items, Names, Reachable, elements_of
-
-_COUNTED = (int, float, str, bool, type(None))
-
+from .reachable import GONE, SCALARS, Holding, Items, Names, Reachable, elements_of
 
 Hold = Callable[[Any], Any]
 """What to hold of a tensor or a tuple: itself, or a :class:`Holding`."""
@@ -119,24 +117,29 @@ class PythonSnapshot:
         self._in_modules = [mapped(named) if named else named for named in self._in_modules]
 
     def differing(self, later: PythonSnapshot) -> set[str]:
-        """Return the names of what is otherwise by then: plain values, lengths of containers, arrays, generators."""
-        now = later._plain()
-        found = {name for (key, name), value in self._plain().items() if now.get((key, name), value) != value}
-        if not all(map(np.array_equal, self._arrays, later._arrays)):
+        """Return the names of what is otherwise by then: plain values, also in containers, buffers, arrays, generators.
+
+        What is bound anew to a tensor is left out: most often it is kept for someone to look at.
+        """
+        now = dict(later._plain())
+        found = {name for (key, name), value in self._plain() if not _is_alike(value, now.get((key, name), value))}
+        held = dict(zip(map(id, _in_modules(later._found)), later._in_modules, strict=True))
+        for named, before in zip(_in_modules(self._found), self._in_modules, strict=True):
+            after = held.get(id(named), before)
+            found |= {name for name, value in before.items() if not _is_alike(value, after.get(name))}
+        if not all(map(_holds_same, self._arrays, later._arrays)):
             found.add("an array")
         if not all(map(_stands_alike, self._drawn, later._drawn)):
             found.add("random numbers of its own")
         return found
 
-    def _plain(self) -> dict[tuple[Key, str], Any]:
-        found: dict[tuple[Key, str], Any] = {}
+    def _plain(self) -> Iterator[tuple[tuple[Key, str], Any]]:
         for place, content in zip(self._found.places, self._contents, strict=True):
             if isinstance(place, Names):
                 named = zip(place.names, content, strict=True)
-                found |= {(place.key, name): value for name, value in named if type(value) in _COUNTED}
+                yield from (((place.key, name), value) for name, value in named if type(value) in SCALARS)
             else:
-                found[place.key, "a container"] = len(content)
-        return found
+                yield (place.key, place.key[1] or "a container"), content
 
     def put_back(self) -> None:
         """Bind every name that is bound to something else as it was, and fill every container that has changed."""
@@ -192,6 +195,26 @@ def _drawn(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state()
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Compare plain values, tensors, and containers by what they hold of these; others are looked after themselves."""
+    if one is other or isinstance(one, Holding):
+        return True
+    if isinstance(one, (dict, list)) and isinstance(other, (dict, list)):
+        items, others = (*one, *elements_of(one)), (*other, *elements_of(other))
+        return len(items) == len(others) and all(map(_is_alike_inside, items, others))
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return type(one) is type(other) and one.device == other.device and same(one, other)
+    return bool(one == other or (one != one and other != other))
+
+
+def _is_alike_inside(one: Any, other: Any) -> bool:
+    return not (type(one) in SCALARS and type(other) in SCALARS) or _is_alike(one, other)
+
+
+def _holds_same(one: Any, other: Any) -> bool:
+    return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
 
 
 def _stands_alike(one: Any, other: Any) -> bool:

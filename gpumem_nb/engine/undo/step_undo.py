@@ -8,7 +8,6 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,7 +15,7 @@ from ...internals.torch_internals import base_of, forget_scaler, version
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
-from ..copies import Layout, Shelf, host_copy, quick_checksum, refill
+from ..copies import Layout, Shelf, host_copy, quick_checksum, refill, same
 from ..random_state import RandomState
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
 from .python_state import PythonSnapshot, PythonState, each
@@ -53,8 +52,9 @@ class ForwardUndo:
 
     def changed(self) -> str:
         """Return the name of something that is otherwise by now, weights aside; empty if nothing is."""
-        names = sorted(self._python.differing(self._state.python.take()))
-        buffers = (buffer for buffer, content in self._buffers if not torch.equal(buffer, content))
+        names = sorted(map(str, self._python.differing(self._state.python.take())))
+        names += (before.key[1] for before in self._others if before.was_written())
+        buffers = (buffer for buffer, content in self._buffers if not same(buffer, content))
         return next(iter(names), "a buffer" if next(buffers, None) is not None else "")
 
     def _tell_of_missed(self) -> None:
@@ -203,7 +203,7 @@ class KeptWeights:
 
     def written(self) -> list[Tensor]:
         """Those that hold something else by now; waits for the device."""
-        copied = [weight for weight, content in self._copied if not torch.equal(weight.detach().cpu(), content)]
+        copied = [weight for weight, content in self._copied if not same(weight.detach().cpu(), content)]
         return copied + [weight for weight, before in self._summed if quick_checksum(weight) != before]
 
     def watch_no_more(self) -> None:
