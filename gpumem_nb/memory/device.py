@@ -111,11 +111,13 @@ def leaving_no_cache(device: Device) -> Iterator[None]:
 
 
 @contextmanager
-def leaving_no_garbage() -> Iterator[None]:
-    """Take away afterwards what hangs together in circles, activations among it, if it was made inside.
+def leaving_no_garbage(whole: bool) -> Iterator[None]:
+    """Take away what hangs together in circles, activations among it, before and afterwards if it was made inside.
 
-    What was there before is not looked through, which takes a tenth of a second and more.
+    What has been there for long is looked through only before, and if the ``whole`` is, which takes a tenth of a second
+    and more. New garbage would be old afterwards, and stay.
     """
+    gc.collect(2 if whole else 1)
     gc.freeze()
     try:
         yield

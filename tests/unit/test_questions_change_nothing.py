@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
+from gpumem_nb.engine import cells
 from gpumem_nb.engine.attach import save_objects
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
@@ -328,3 +329,29 @@ def test_the_update_of_a_sparse_table_is_predicted_as_it_is(alone: Overheard) ->
 
 def squares_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return model(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+
+def in_a_circle(mib: int) -> SimpleNamespace:
+    made = SimpleNamespace(memory=torch.zeros(mib << 18))
+    made.itself = made
+    return made
+
+
+class Littering(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        in_a_circle(4)
+        return super().forward(x)
+
+
+def test_garbage_of_steps_and_of_cells_is_in_no_answer_and_does_not_stay() -> None:
+    trainer, device = trainer_of(None, model=lambda: Littering(WIDTH, WIDTH)), opened()
+    at_first, settings = device.reading().live_bytes, Settings(batch_size=2)
+    held = [in_a_circle(64)]
+    train(trainer, 1, settings)
+    before = forecast(trainer, settings).live_peak_bytes
+    held.clear()
+    cells.one_more()
+    for _ in range(3):
+        train(trainer, 3, settings)
+        assert forecast(trainer, settings).live_peak_bytes < before - (60 << 20)
+        assert device.reading().live_bytes < at_first + (1 << 20)

@@ -89,7 +89,7 @@ class Trainer:
         self.stepper = Stepper(self.live, stream, device, self._leaks)
         self.trials = Trials(self, device)
         self.update_times = UpdateTimes()
-        self._cells = cells.ran()
+        self._cells = self._tidied = cells.ran()
         self.evaluator: Evaluator | None = None
         if held_out is not None:
             self.evaluator = Evaluator(self.live, workload, held_out, device, stream.rank, stream.size)
@@ -296,7 +296,8 @@ class Trainer:
         """Inside, steps are under the settings of a trial; gives why these cannot be applied."""
         settings, settings_id = self.live.settings, self._settings_id
         flipped, recorded_steps = self._flipped, self._recorded_steps
-        with leaving_no_garbage(), self.live.kept():
+        whole, self._tidied = self._tidied != cells.ran(), cells.ran()  # a cell may have let go of anything
+        with leaving_no_garbage(whole), self.live.kept():
             try:
                 why_not = self._apply(chunk)
                 with room_of_state_that_leaves(self.live, self._device):
