@@ -274,6 +274,18 @@ def test_whatever_decides_how_an_update_is_computed_asks_for_another_dry_run(
     assert len(dry_runs) == 7
 
 
+def test_it_counts_which_of_two_weights_alike_has_its_state(gpu: VirtualGPU) -> None:
+    known, net = KnownUpdates(), nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    optimizer = optim.Adam(net.parameters())
+    optimizers.set_implementation(optimizer, "default")
+    for with_state in (0, 1):
+        optimizer.state.clear()
+        for trained in (with_state, 0):
+            for place, param in enumerate(net.parameters()):
+                param.grad = torch.ones_like(param) if place == trained else None
+            compared(gpu, net, optimizer, False, None, known.foresee)
+
+
 @pytest.mark.parametrize("build", [partial(optim.SGD, momentum=0.9), optim.Adagrad, optim.SparseAdam])
 def test_what_is_made_of_sparse_gradients_cannot_be_foreseen(gpu: VirtualGPU, build: Any) -> None:
     table = nn.Embedding(1000, 16, sparse=True)

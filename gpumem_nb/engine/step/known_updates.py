@@ -130,9 +130,11 @@ def _options(optimizer: Optimizer) -> Iterator[Hashable]:
 
 
 def _state(optimizer: Optimizer) -> Iterator[Hashable]:
-    """Yield the names in the state, with numbers by whose value an update may be computed in another way."""
+    """Yield whose the state is, and its names, with numbers by whose value an update may be computed in another way."""
     counts_decide = isinstance(optimizer, RAdam)  # which corrects its variance from the sixth step on
-    for values in optimizer.state.values():
+    places = {id(weight): place for place, weight in enumerate(in_groups(optimizer))}
+    for weight, values in optimizer.state.items():
+        yield places.get(id(weight))
         for name, value in values.items():
             yield name
             if not isinstance(value, Tensor):
