@@ -135,7 +135,8 @@ def _state(optimizer: Optimizer) -> Iterator[Hashable]:
     places = {id(weight): place for place, weight in enumerate(in_groups(optimizer))}
     for weight, values in optimizer.state.items():
         yield places.get(id(weight))
-        for name, value in values.items():
+        # A person may keep something of their own there, which is no weight's.
+        for name, value in values.items() if isinstance(values, dict) else ():
             yield name
             if not isinstance(value, Tensor):
                 yield repr(value)
