@@ -7,7 +7,7 @@ import inspect
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, SimpleNamespace
@@ -26,6 +26,7 @@ from ..shared import snapshot_folder
 from ..shared.errors import StateFileError, WorkloadError
 from ..shared.units import format_bytes
 from ..shared.workload import Workload
+from .link.communicator import here
 from .step.optimizers import beside_state, with_inner
 from .step.own_loss import OwnLoss
 from .step.parts import as_given
@@ -278,6 +279,18 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # of what is written in C
         return []
+
+
+def to_keep(names: Iterable[str | None], variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of these names, and what a person holds where every rank begins with something of its own.
+
+    Attached functions may use it, and would find that of the rank there.
+    """
+    given = {"rank": here().rank, "size": here().size}
+    held = {name: variables.get(name, ours) for name, ours in given.items()}
+    replaced = [name for name, value in held.items() if type(value) is not int or value != given[name]]
+    replaced += ["device"] * isinstance(variables.get("device"), str)
+    return {name: variables[name] for name in (*replaced, *names) if name}
 
 
 def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:

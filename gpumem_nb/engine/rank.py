@@ -40,7 +40,7 @@ from ..shared.state_file import Header
 from ..shared.step_times import StepLanes
 from ..shared.workload import Workload, WorkloadInfo
 from . import building, device_look, exporting, looks, surroundings
-from .attach import attached, load_objects, named, save_objects
+from .attach import attached, load_objects, named, save_objects, to_keep
 from .cells import OfferedNames, attached_names, taken
 from .device_look import look as look
 from .link import collectives, horovod, pulse, signals
@@ -323,7 +323,7 @@ def resume_drop() -> None:
 
 def save_attached(names: dict[str, str | None], path: str, space: int) -> str:
     """Keep the attached objects in a file, so that a restart can bring them back; says why that cannot be done."""
-    return save_objects({name: namespace()[name] for name in names.values() if name}, Path(path), space)
+    return save_objects(to_keep(names.values(), namespace()), Path(path), space)
 
 
 def load_attached(names: dict[str, str | None], path: str) -> None:

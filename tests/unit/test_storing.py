@@ -22,6 +22,7 @@ from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import StateFileError
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
+from tests.links import Overheard
 from tests.unit.test_anybodys_model import OWN, Odd
 from tests.unit.test_anybodys_model import attached as trainer_of
 from tests.unit.test_joining import Counting, bits, scrambled
@@ -245,6 +246,16 @@ def test_functions_of_cells_that_came_back_have_the_variables_of_cells(
     assert penalty(2) == 3
     exec("SCALE = 10", variables)
     assert penalty(2) == 11
+
+
+def test_what_a_person_holds_in_place_of_a_ranks_own_variables_comes_back(
+    alone: Overheard,
+) -> None:
+    ours = {"loss": None, "rank": alone.rank, "size": alone.size, "device": torch.device("cpu")}
+    assert attach.to_keep(["loss", None], ours) == {"loss": None}
+    theirs = {"loss": None, "rank": 8, "size": (28, 28), "device": "cuda"}
+    assert attach.to_keep(["loss", None], theirs) == theirs
+    assert attach.to_keep([], {}) == {}
 
 
 def test_what_only_an_optimizer_of_ones_own_has_comes_back_with_attached_objects(tmp_path: Path) -> None:
