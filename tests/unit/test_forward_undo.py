@@ -414,3 +414,6 @@ def test_a_buffer_that_is_bound_anew_is_told_if_it_holds_something_else() -> Non
         net.running_mean = net.running_mean + grown
         assert before.changed() == told
         before.undo()
+    before = ForwardUndo(state)
+    net.running_mean = torch.eye(WIDTH).to_sparse()
+    assert before.changed() == "running_mean"

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from ..copies import same
-from .changing import Key
+from .changing import Key, can_be_filled
 from .reachable import GONE, SCALARS, Holding, Items, Names, Reachable, elements_of
 
 Hold = Callable[[Any], Any]
@@ -205,7 +205,8 @@ def _is_alike(one: Any, other: Any) -> bool:
         items, others = (*one, *elements_of(one)), (*other, *elements_of(other))
         return len(items) == len(others) and all(map(_is_alike_inside, items, others))
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return type(one) is type(other) and one.device == other.device and same(one, other)
+        known = type(one) is type(other) and can_be_filled(one) and can_be_filled(other)
+        return known and one.device == other.device and same(one, other)
     return bool(one == other or (one != one and other != other))
 
 
