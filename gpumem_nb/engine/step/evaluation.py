@@ -167,8 +167,7 @@ def left_as_it_was(
     try:
         with evaluating(modules):
             yield changed
-        changed.append("a weight" if kept.written() else before.changed())
-        written.after(kept)
+        changed.append("a weight" if written.after(kept) else before.changed())
     finally:
         before.undo()
 

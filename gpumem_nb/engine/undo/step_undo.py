@@ -264,10 +264,11 @@ class WrittenByForward:
         self._missed = kept.missed
         return kept
 
-    def after(self, kept: KeptWeights) -> None:
-        """Learn what forward and backward have written since."""
+    def after(self, kept: KeptWeights) -> list[Tensor]:
+        """Learn what forward and backward have written since, and return what they are known to write."""
         if self._written is None:
             self._written = kept.written()
+        return self._written
 
 
 class _Replaceable(Holding):
