@@ -287,7 +287,14 @@ def test_it_counts_which_of_two_weights_alike_has_its_state(gpu: VirtualGPU) -> 
             compared(gpu, net, optimizer, False, None, known.foresee)
 
 
-@pytest.mark.parametrize("build", [partial(optim.SGD, momentum=0.9), optim.Adagrad, optim.SparseAdam])
+class Smoothing(optim.SGD):
+    """An optimizer of the user's, by the name of one that makes nothing of sparse gradients."""
+
+
+SPARSE = [partial(optim.SGD, momentum=0.9), partial(optim.SGD, maximize=True), Smoothing, optim.Adagrad]
+
+
+@pytest.mark.parametrize("build", [*SPARSE, optim.SparseAdam])
 def test_what_is_made_of_sparse_gradients_cannot_be_foreseen(gpu: VirtualGPU, build: Any) -> None:
     table = nn.Embedding(1000, 16, sparse=True)
     plain, optimizer = optim.SGD(table.parameters(), lr=0.1), build(table.parameters(), lr=0.1)

@@ -76,7 +76,8 @@ def foresee(
     """
     if stepped_by_others(optimizer):
         raise CannotBeForeseen(f"the step of this {type(optimizer).__name__} was replaced by another function")
-    in_place = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+    makes_some = (group["momentum"] or group["maximize"] for group in optimizer.param_groups)
+    in_place = type(optimizer) is SGD and not any(makes_some)
     if not in_place and any(param.grad is not None and param.grad.is_sparse for param in in_groups(optimizer)):
         raise CannotBeForeseen("how much it makes of sparse gradients depends on the samples")
     log = UpdateLog(device, allocation)
