@@ -91,7 +91,8 @@ class LocalModules:
             except BaseException as error:  # whatever the user's code raises
                 vars(module).clear()
                 vars(module).update(before)
-                if isinstance(error, KeyboardInterrupt):  # the next request tries again
+                if isinstance(error, KeyboardInterrupt):  # the next request tries again, and what needs these with them
+                    self._imported |= {one: _Imported(self._imported[one].path, None) for one in (*reloaded, name)}
                     raise
                 failed[name], self._imported[name].version = error, version
         return reloaded, failed

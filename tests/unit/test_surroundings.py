@@ -108,6 +108,20 @@ def test_a_module_that_cannot_be_reloaded_is_said_to_be_stale(here: Surrounded, 
     assert module.x == 333
 
 
+def test_after_an_interrupt_all_that_imports_an_edited_module_is_reloaded(here: Surrounded, tmp_path: Path) -> None:
+    write(tmp_path / "base.py", "x = 1")
+    write(tmp_path / "between.py", "import os\nif os.path.exists('slow'): raise KeyboardInterrupt\nfrom base import x")
+    write(tmp_path / "above.py", "from base import x")
+    between, above = map(importlib.import_module, ("between", "above"))
+    write(tmp_path / "base.py", "x = 2")
+    (tmp_path / "slow").touch()
+    with pytest.raises(KeyboardInterrupt):
+        run(here)
+    (tmp_path / "slow").unlink()
+    assert run(here) == ("Reloaded, because files changed on disk: base, between, above.",)
+    assert between.x == above.x == 2
+
+
 def test_a_module_whose_file_is_gone_is_said_to_be_stale(here: Surrounded, tmp_path: Path) -> None:
     write(tmp_path / "of_mine.py", "x = 1")
     importlib.import_module("of_mine")
