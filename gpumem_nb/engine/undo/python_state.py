@@ -202,8 +202,10 @@ def _is_alike(one: Any, other: Any) -> bool:
     if one is other or isinstance(one, Holding):
         return True
     if isinstance(one, (dict, list)) and isinstance(other, (dict, list)):
-        items, others = (*one, *elements_of(one)), (*other, *elements_of(other))
-        return len(items) == len(others) and all(map(_is_alike_inside, items, others))
+        pairs = (one, other), (elements_of(one), elements_of(other))
+        if len(one) != len(other) or all(all(map(is_, *pair)) for pair in pairs):  # most are, and may be long
+            return len(one) == len(other)
+        return all(all(map(_is_alike_inside, *pair)) for pair in pairs)
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         known = type(one) is type(other) and can_be_filled(one) and can_be_filled(other)
         return known and one.device == other.device and same(one, other)
