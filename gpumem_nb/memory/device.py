@@ -118,12 +118,15 @@ def leaving_no_garbage(whole: bool) -> Iterator[None]:
     and more. New garbage would be old afterwards, and stay.
     """
     gc.collect(2 if whole else 1)
-    gc.freeze()
+    is_frozen = gc.get_freeze_count() > 0  # by the user's own code, and stays so
+    if not is_frozen:
+        gc.freeze()
     try:
         yield
     finally:
         gc.collect()
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
 
 
 def open_device(kind: str, local_rank: int, memory_limit: int | None) -> Device:

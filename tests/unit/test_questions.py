@@ -334,3 +334,15 @@ def test_what_passed_the_limit_needs_more_than_that_whatever_the_budget() -> Non
     out = Forecasts(3, Reading(0, 0, 0, 0, None, 1000 * MIB), 0.1, 1000 * MIB, failure=failure, failed_batch=32)
     said = predicting(rehearse=lambda settings: Rehearsal(out)).by_whole_steps(Settings(), 100 * MIB)
     assert (said.verdict, said.lower_bound, said.low_bytes) == (DOES_NOT_FIT, True, 1020 * MIB)
+
+
+def test_what_the_users_code_froze_stays_frozen(gpu: VirtualGPU) -> None:
+    trained, settings = trainer(gpu), Settings(batch_size=2)
+    asked(trained, settings)
+    assert not gc.get_freeze_count()
+    gc.freeze()
+    try:
+        asked(trained, settings)
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
