@@ -120,8 +120,8 @@ class Trainer:
         """
         with self._device.exempt():
             make_alike(self.live)
-        place = self.stream.position, self.stream.passes, self.stream.pass_began
-        self.steps, first = from_first((self.steps, place), "The place in the data")
+            place = self.stream.position, self.stream.passes, self.stream.pass_began
+            self.steps, first = from_first((self.steps, place), "The place in the data")
         if place != first:  # an update raised on this rank alone, say, and counted on the others
             self.stream.go_to(*first)
         self.stepper.voting.watch.begin_anew()
