@@ -53,16 +53,14 @@ def note_steps(path, form, count):
 CODE = (
     f"{LOOK}\n"
     + """
-import pathlib, threading, time
+import optparse, pathlib, time
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from gpumem_nb.engine.replay.segment import Segment
 
 # A step that is undone puts back variables, modules and objects of the loss's functions, and the fault would strike
-# again; what belongs to a thread is left alone.
-plan = threading.local()
-plan.fault = plan.kind = plan.old = None
-plan.wait = 0
+# again; objects of most of Python's own classes are left alone.
+plan = optparse.Values(dict(fault=None, kind=None, old=None, wait=0))
 
 def plant(where, what, after=0, flip=False):
     old = the_trainer().live.settings if flip else None
