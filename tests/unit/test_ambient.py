@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import linecache
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -82,6 +83,12 @@ def attempt(at: int) -> tuple[nn.Sequential, bool]:
 
 @pytest.mark.full
 def test_an_interrupt_at_any_moment_of_a_step_leaves_nothing_behind() -> None:
+    # An error from inside of a trace function can leave Python with a handled one of that thread for good.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(interrupt_at_all_moments).result()
+
+
+def interrupt_at_all_moments() -> None:
     expected = after_two_steps(make())
     assert attempt(sys.maxsize)[1]  # what torch imports on its first way through is no moment of a step
     gc.freeze()  # what is there by now need not be looked through again and again
