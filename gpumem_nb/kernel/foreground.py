@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -216,10 +216,8 @@ class Foreground:
         show: Callable[[Call], None],
         undone: bool,
     ) -> Call:
-        ahead: list[Call] = []
-
         def stop_ranks() -> bool:
-            return all(self._interrupt(call, ahead) for call in asked)
+            return all(map(self._interrupt, asked))
 
         def pending() -> list[int]:
             return [rank for call in asked for rank in call.pending()]
@@ -227,16 +225,15 @@ class Foreground:
         with self.interruptible(stop_ranks, pending, lambda: any(call.went_well() for call in asked)):
             try:
                 call = post(asked.append)
-                ahead += self._training.under_way()
                 self._training.make_way()
                 self._wait_for(call, timeout, show)
             except KeyboardInterrupt:
-                if asked and undone and not self.in_vain and self._behind_others(asked[0], ahead):
+                if asked and undone and not self.in_vain and self._behind_others(asked[0]):
                     report = self.wait_report
                     raise Interrupted(_BUSY_OTHERWISE.format(f" ({report})" if report else "")) from None
                 raise
             except TimeoutError:
-                self._interrupt(call, ahead)
+                self._interrupt(call)
                 raise
             except RankError as error:
                 if what := self._after_stall(call):
@@ -245,8 +242,9 @@ class Foreground:
         self._interrupts.in_vain = False  # they answer
         return call
 
-    def _behind_others(self, call: Call, steps: Sequence[Call]) -> bool:
+    def _behind_others(self, call: Call) -> bool:
         """Return whether ranks are doing something else than training's steps, requested before this."""
+        steps = self._training.under_way()
         return any(one not in steps for one in self._ranks.ahead_of(call))
 
     def _wait_for(self, call: Call, timeout: float | None, show: Callable[[Call], None]) -> None:
@@ -259,8 +257,10 @@ class Foreground:
             if not finished and waits.out_of_reach(call.pulses()):
                 raise ClusterDied(f"{self.wait_report}, and could not be freed.")
 
-    def _interrupt(self, call: Call, ahead: Sequence[Call]) -> bool:
+    def _interrupt(self, call: Call) -> bool:
         """Interrupt ranks in a call, but not in steps that come before it: training would pause for that."""
+        self._training.make_way()  # the interrupt may have come before that
+        ahead = [steps for steps in self._training.under_way() if steps in self._ranks.ahead_of(call)]
         deadline = time.monotonic() + _AHEAD_TIMEOUT_S
         for steps in ahead:
             steps.finished(max(0.0, deadline - time.monotonic()))

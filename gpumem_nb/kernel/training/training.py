@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from ...cluster.calls import Call
+from ...cluster.interrupts import shielded
 from ...cluster.ranks import IN_PASSING_S, Posted, Ranks
 from ...report.differences import arrows
 from ...report.run_summary import Evaluation, Run
@@ -210,10 +211,11 @@ class Training:
 
     def make_way(self) -> None:
         """Let the ranks end the chunks under way at the next step, because something else waits for them."""
-        with self._state.locked():
-            due = self._in_flight.nudge_due()
-        if due:
-            self._ranks.nudge()
+        with shielded():  # an interrupt after the note that they were nudged would come before the nudge
+            with self._state.locked():
+                due = self._in_flight.nudge_due()
+            if due:
+                self._ranks.nudge()
 
     def ask_alone(self, posted: Posted, function: str, *arguments: Any) -> Call:
         """Ask the ranks something, tell ``posted`` of it, and send no chunk until all have answered."""
