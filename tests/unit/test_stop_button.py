@@ -26,7 +26,7 @@ def test_what_came_of_it_is_told(stopped: bool, done: bool, said: str) -> None:
 
 def test_a_time_out_behind_steps_of_training_interrupts_none_of_them() -> None:
     ranks, training, steps, call = MagicMock(), MagicMock(), MagicMock(), MagicMock()
-    training.under_way.return_value = [steps]
+    training.under_way.return_value = ranks.ahead_of.return_value = [steps]
     call.slices.side_effect = TimeoutError("it has to wait for a step")
     call.finished.return_value = True  # soon after the step
     nothing: Any = lambda *_: ""  # noqa: E731

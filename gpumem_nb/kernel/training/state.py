@@ -153,9 +153,10 @@ class TrainingState:
 
     def start_recording(self) -> None:
         """Keep samples and notes from now on."""
-        self._recording, self._notes = [], []
-        self._latest_recorded.clear()
-        self._recorded_peak = 0
+        with self.locked():
+            self._recording, self._notes = [], []
+            self._latest_recorded.clear()
+            self._recorded_peak = 0
 
     def record(self, samples: Sequence[Sample]) -> None:
         """Keep samples for the run that is recorded."""

@@ -233,12 +233,10 @@ class Training:
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
             raise InvalidInput(f"{steps!r} steps cannot be trained: write a whole number of at least 1, such as 100.")
         try:
-            with self._state.locked():
-                self._state.start_recording()
+            self._state.start_recording()
             if self.busy:  # steps under way are none of these
                 self.pause()
-                with self._state.locked():
-                    self._state.start_recording()
+                self._state.start_recording()
 
             def ended(began: int = self._history.steps) -> bool:
                 progress(self._state.recorded_so_far(), (self._history.steps - began) / steps)
