@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gpumem_nb.engine import cells
 from gpumem_nb.engine.step import known_updates, optimizers
-from gpumem_nb.engine.step.dry_update import CannotBeForeseen, foresee
+from gpumem_nb.engine.step.dry_update import AskedUpdate, CannotBeForeseen, foresee
 from gpumem_nb.engine.step.known_updates import KnownUpdates
 from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.ledger.events import Foreseen
@@ -154,7 +154,7 @@ def compared(
     before = everything(net, optimizer)
     log = gpu.event_log()
     log.begin([])
-    foreseen = foresee(optimizer, "default", scaler, clip_norm, gpu.torch_device, log.allocation)
+    foreseen = foresee(AskedUpdate(optimizer, "default", scaler, clip_norm), gpu.torch_device, log.allocation)
     log.end()
     assert everything(net, optimizer) == before
     log = gpu.event_log()
@@ -202,7 +202,7 @@ def test_a_schedulers_counter_and_hooks_are_not_called(gpu: VirtualGPU) -> None:
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
     with_gradients(net)
-    foreseen = foresee(optimizer, "foreach", None, None, gpu.torch_device, lambda _: 0)
+    foreseen = foresee(AskedUpdate(optimizer, "foreach"), gpu.torch_device, lambda _: 0)
     assert foreseen.highest_bytes > 0
     assert not called
     assert not getattr(optimizer, "_opt_called", False)
@@ -218,7 +218,7 @@ def test_what_decides_by_values_or_was_replaced_cannot_be_foreseen(gpu: VirtualG
     replaced.step = lambda closure=None: None  # type: ignore[method-assign]
     for optimizer in (deciding, replaced):
         with pytest.raises(CannotBeForeseen):
-            foresee(optimizer, "default", None, None, gpu.torch_device, lambda _: 0)
+            foresee(AskedUpdate(optimizer), gpu.torch_device, lambda _: 0)
     assert everything(net, deciding) == before
     assert torch.zeros(2).sum().item() == 0, "no mode of the dry run is left"
 
@@ -228,9 +228,9 @@ def dry_runs(monkeypatch: pytest.MonkeyPatch) -> list[Optimizer]:
     """The optimizers of dry runs, one for each."""
     found: list[Optimizer] = []
 
-    def counted(optimizer: Optimizer, *how: Any) -> Foreseen:
-        found.append(optimizer)
-        return foresee(optimizer, *how)
+    def counted(update: AskedUpdate, *how: Any) -> Foreseen:
+        found.append(update.optimizer)
+        return foresee(update, *how)
 
     monkeypatch.setattr(known_updates, "foresee", counted)
     return found
@@ -300,6 +300,6 @@ def test_what_is_made_of_sparse_gradients_cannot_be_foreseen(gpu: VirtualGPU, bu
     plain, optimizer = optim.SGD(table.parameters(), lr=0.1), build(table.parameters(), lr=0.1)
     table(torch.arange(10)).sum().backward()
     for ask in (foresee, KnownUpdates().foresee):
-        assert ask(plain, "default", None, None, gpu.torch_device, lambda _: 0).highest_bytes == 0
+        assert ask(AskedUpdate(plain), gpu.torch_device, lambda _: 0).highest_bytes == 0
         with pytest.raises(CannotBeForeseen, match="sparse"):
-            ask(optimizer, "default", None, None, gpu.torch_device, lambda _: 0)
+            ask(AskedUpdate(optimizer), gpu.torch_device, lambda _: 0)

@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from ...memory.tensors import tensors_in
 from ..random_state import set_aside
 from ..undo.python_state import PythonState
 from . import optimizers
+from .live_model import LiveModel
 from .parts import in_groups
 
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
@@ -53,27 +54,41 @@ class CannotBeForeseen(Exception):
     """This optimizer's update needs the values of tensors, or something else that a copy of it does not have."""
 
 
-def foresee(
-    optimizer: Optimizer,
-    implementation: str,
-    scaler: GradScaler | None,
-    clip_norm: float | None,
-    device: torch.device,
-    allocation: Callable[[Tensor], int],
-) -> Foreseen:
-    """Return what the next update would allocate, from the gradients that are there.
+class AskedUpdate(NamedTuple):
+    """An update that is asked about.
 
-    Args:
-        optimizer: whose update it is; nothing of it is changed.
+    Attributes:
+        optimizer: whose it is; nothing of it is changed.
         implementation: how torch shall compute it, as :func:`.optimizers.set_implementation` names it.
         scaler: of the loss in fp16, which has scaled it in this step.
         clip_norm: of the gradients, ``None`` for none.
+    """
+
+    optimizer: Optimizer
+    implementation: str = "default"
+    scaler: GradScaler | None = None
+    clip_norm: float | None = None
+
+    @classmethod
+    def of(cls, live: LiveModel) -> AskedUpdate:
+        """Return that of the settings which are tried."""
+        settings = live.settings
+        scaler = live.scaler if settings.precision == "fp16" else None
+        return cls(live.optimizer_in_question(), settings.optimizer_impl, scaler, settings.clip_norm)
+
+
+def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Tensor], int]) -> Foreseen:
+    """Return what an update would allocate, from the gradients that are there.
+
+    Args:
+        update: the next one.
         device: where the weights are.
         allocation: gives the number of the allocation in which a real tensor lies, 0 for none.
 
     Raises:
         CannotBeForeseen: its code does not run on fake tensors.
     """
+    optimizer, implementation, scaler, clip_norm = update
     if stepped_by_others(optimizer):
         raise CannotBeForeseen(f"the step of this {type(optimizer).__name__} was replaced by another function")
     makes_some = (group["momentum"] or group["maximize"] for group in optimizer.param_groups)
@@ -123,16 +138,14 @@ def _inside(optimizer: Optimizer) -> Iterator[Tensor]:
     return tensors_in(list(vars(optimizer).values()))
 
 
-def timed_on_scratch(
-    optimizer: Optimizer, implementation: str, scaler: GradScaler | None, clip_norm: float | None, device: Device
-) -> float | None:
+def timed_on_scratch(update: AskedUpdate, device: Device) -> float | None:
     """Return the seconds of an update, timed on a copy whose tensors are zeros; ``None`` without the room.
 
     Args:
-        optimizer: whose update it is, torch's own or one that was foreseen; nothing of it is changed.
-        implementation, scaler, clip_norm: as for :func:`foresee`.
+        update: of one of torch's own optimizers, or one that was foreseen.
         device: where the weights are.
     """
+    optimizer, implementation, scaler, clip_norm = update
     here = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     room = device.room()
     if room is not None and room < SCRATCH_COPIES * sum(param.nbytes for param in here):

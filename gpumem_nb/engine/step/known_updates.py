@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer, RAdam
 
 from ...internals.torch_internals import step_hooks_held_back, stepped_by_others
@@ -20,7 +19,7 @@ from ...memory.ledger.recorder import Recorder
 from .. import cells
 from ..undo.step_undo import UpdateUndo
 from . import optimizers
-from .dry_update import CannotBeForeseen, foresee, held_by, kept_by
+from .dry_update import AskedUpdate, CannotBeForeseen, foresee, held_by, kept_by
 from .live_model import LiveModel
 from .parts import in_groups
 
@@ -46,52 +45,44 @@ class KnownUpdates:
         Returns:
             That, and why it had to be taken and undone; empty where a dry run would do.
         """
-        settings, optimizer = live.settings, live.optimizer_in_question()
-        scaler = live.scaler if settings.precision == "fp16" else None
+        update = AskedUpdate.of(live)
+        optimizer = update.optimizer
         known = optimizer is live.optimizer or live.state_would_leave  # else held for what is not in use
         recorder.claim_model(live.parts.parameters(), live.optimizer.state if known else {})
         number_of = recorder.pause(held_by(optimizer))
         try:
-            how = (settings.optimizer_impl, scaler, settings.clip_norm, device.torch_device)
-            found, why_taken = self.foresee(optimizer, *how, number_of), ""
+            found, why_taken = self.foresee(update, device.torch_device, number_of), ""
         except CannotBeForeseen as error:
             why_taken, scaler_state = str(error), live.scaler.state_dict()
             undo = UpdateUndo(live.parts.parameters(), optimizer)
             try:
-                optimizers.set_implementation(optimizer, settings.optimizer_impl)
+                optimizers.set_implementation(optimizer, update.implementation)
                 with step_hooks_held_back(optimizer, pre=True):
-                    found = _taken(optimizer, scaler, settings.clip_norm, device)
+                    found = _taken(update, device)
             finally:
                 undo.undo()
                 live.replace_scaler(scaler_state)
         # What the workload's own keeps beside another optimizer does not leave with the state of that.
         return found.of_new() if live.state_would_leave else found, why_taken
 
-    def foresee(
-        self,
-        optimizer: Optimizer,
-        implementation: str,
-        scaler: GradScaler | None,
-        clip_norm: float | None,
-        device: torch.device,
-        allocation: Callable[[Tensor], int],
-    ) -> Foreseen:
+    def foresee(self, update: AskedUpdate, device: torch.device, allocation: Callable[[Tensor], int]) -> Foreseen:
         """Return what the next update would allocate. Arguments and errors are those of :func:`.dry_update.foresee`."""
-        how = (optimizer, implementation, scaler, clip_norm, device)
+        optimizer = update.optimizer
         held, weights = held_by(optimizer), list(in_groups(optimizer))
         sparse = any(tensor.layout is not torch.strided for tensor in held)  # of which samples say how much they hold
         if sparse or stepped_by_others(optimizer) or not optimizers.is_torchs(optimizer):
-            return foresee(*how, allocation)
-        numbers = [0, *dict.fromkeys(number for tensor in held if (number := allocation(tensor)))]
+            return foresee(update, device, allocation)
+        lying = list(map(allocation, held))
+        numbers = list(dict.fromkeys([0, *lying]))
         places = {number: place for place, number in enumerate(numbers)}
-        lying = [places[allocation(tensor)] for tensor in held]
+        how = update.implementation, update.scaler is None, update.clip_norm is None
         key = (
-            (type(optimizer), implementation, scaler is None, clip_norm is None, device, cells.ran()),
+            (type(optimizer), *how, device, cells.ran()),
             (*_options(optimizer), *_state(optimizer)),
-            tuple(zip(map(_look, held), lying, strict=True)),
+            tuple(zip(map(_look, held), map(places.get, lying), strict=True)),
         )
         if key not in self._known:
-            found = foresee(*how, lambda tensor: places.get(allocation(tensor), 0))
+            found = foresee(update, device, lambda tensor: places.get(allocation(tensor), 0))
             at = {id(weight): place for place, weight in enumerate(weights)}
             owned = tuple((number, nbytes, at[id(weight)]) for number, nbytes, weight in found.owned)
             self._known[key] = _Known(found.rows, owned)
@@ -108,8 +99,9 @@ class KnownUpdates:
         )
 
 
-def _taken(optimizer: Optimizer, scaler: GradScaler | None, clip_norm: float | None, device: Device) -> Foreseen:
+def _taken(update: AskedUpdate, device: Device) -> Foreseen:
     """Return what a real update allocates, for one that cannot be foreseen."""
+    optimizer, _, scaler, clip_norm = update
     log = device.event_log()
     log.begin([])
     with log.watching():

@@ -33,7 +33,7 @@ from ...shared.settings import Settings
 from ...shared.step_times import DATA, TOOLKIT, UPDATE, StepTimes
 from ..link.communicator import here
 from ..link.group import among
-from .dry_update import timed_on_scratch
+from .dry_update import AskedUpdate, timed_on_scratch
 from .live_model import LiveModel
 from .optimizers import is_torchs
 from .samples import Outcome
@@ -357,10 +357,11 @@ class Trials:
         live, times = self._trainer.live, self._trainer.update_times
         if (seconds := times.of(settings)) is not None:
             return seconds, UPDATE_TRAINED
-        scaler = live.scaler if settings.precision == "fp16" else None
-        asked, trace = live.optimizer_in_question(), trial.trace if trial else None
-        if is_torchs(asked) or (trial and trace and not trial.not_foreseen):  # others may change what is trained
-            found = timed_on_scratch(asked, settings.optimizer_impl, scaler, settings.clip_norm, self._device)
+        asked, trace = AskedUpdate.of(live), trial.trace if trial else None
+        if is_torchs(asked.optimizer) or (
+            trial and trace and not trial.not_foreseen
+        ):  # others may change what is trained
+            found = timed_on_scratch(asked, self._device)
             if found is not None:
                 return found, UPDATE_ON_SCRATCH
         of = {} if trace is None else dict(zip(CATEGORIES, trace.bytes_by_category(), strict=True))
