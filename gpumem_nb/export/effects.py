@@ -190,7 +190,7 @@ def parts_in(value: ast.AST) -> Iterator[str]:
 
 
 def unseeded(code: str) -> bool:
-    """Return whether some code begins random numbers where nobody can begin them again."""
+    """Return whether some code makes a random generator without a seed."""
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     return any(_is_unseeded(call) for call in calls)
 

@@ -57,7 +57,7 @@ class IdleWatch:
             self._worked_s = self._clock()
 
     def put_off(self) -> None:
-        """Begin to count anew, whoever asks for it."""
+        """Restart the idle time, also from the thread that is ending the session."""
         self._worked_s = self._clock()
 
     @property

@@ -358,9 +358,8 @@ class Trials:
         if (seconds := times.of(settings)) is not None:
             return seconds, UPDATE_TRAINED
         asked, trace = AskedUpdate.of(live), trial.trace if trial else None
-        if is_torchs(asked.optimizer) or (
-            trial and trace and not trial.not_foreseen
-        ):  # others may change what is trained
+        # Others may change what is trained.
+        if is_torchs(asked.optimizer) or (trial and trace and not trial.not_foreseen):
             found = timed_on_scratch(asked, self._device)
             if found is not None:
                 return found, UPDATE_ON_SCRATCH
