@@ -143,7 +143,8 @@ def test_children_end_as_those_of_a_plain_process(two_ranks: Session) -> None:
 import multiprocessing as mp, os, signal, time
 def child():
     ready.set()
-    time.sleep(60)
+    while True:
+        time.sleep(0.01)  # one long sleep would go on to its end if the signal came just before it
 codes = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     ready = mp.Event()
