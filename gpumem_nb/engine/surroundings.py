@@ -24,6 +24,7 @@ from ..shared.messages import Surroundings
 
 Version = tuple[int, int] | None
 """Of a file: nanoseconds and bytes; ``None`` when it is gone."""
+_NONE_YET = (0, -1)  # is that of no file
 
 _INSTALLED = tuple(
     f"{folder}{os.sep}"
@@ -78,24 +79,36 @@ class LocalModules:
         }
         reloaded: list[str] = []
         failed: dict[str, BaseException] = {}
-        for name in list(self._imported) if changed else ():
-            module = sys.modules.get(name)
-            if not isinstance(module, ModuleType):  # removed, or another object in its place
-                continue
-            if name not in changed and not _imports(module, self._imported[name].path) & {*reloaded}:
-                continue
-            before, version = dict(vars(module)), _version(self._imported[name].path)
-            try:
-                reload(module)
-                reloaded.append(name)
-            except BaseException as error:  # whatever the user's code raises
-                vars(module).clear()
-                vars(module).update(before)
-                if isinstance(error, KeyboardInterrupt):  # the next request tries again, and what needs these with them
-                    self._imported |= {one: _Imported(self._imported[one].path, None) for one in (*reloaded, name)}
-                    raise
-                failed[name], self._imported[name].version = error, version
+        try:
+            for name in list(self._imported) if changed else ():
+                module = sys.modules.get(name)
+                if not isinstance(module, ModuleType):  # removed, or another object in its place
+                    continue
+                if name in changed or _imports(module, self._imported[name].path) & {*reloaded}:
+                    version = _version(self._imported[name].path)
+                    if error := _reloaded(module):
+                        failed[name], self._imported[name].version = error, version
+                    else:
+                        reloaded.append(name)
+        except KeyboardInterrupt:  # the next request tries all again, and tells of them
+            for name in (*changed, *reloaded, *failed):
+                self._imported[name].version = _NONE_YET
+            raise
         return reloaded, failed
+
+
+def _reloaded(module: ModuleType) -> BaseException | None:
+    """Reload a module; returns why that cannot be done, and leaves it as it was then."""
+    before = dict(vars(module))
+    try:
+        reload(module)
+    except BaseException as error:  # whatever the user's code raises
+        vars(module).clear()
+        vars(module).update(before)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return error
+    return None
 
 
 class _Noting(SourceFileLoader):

@@ -122,6 +122,28 @@ def test_after_an_interrupt_all_that_imports_an_edited_module_is_reloaded(here: 
     assert between.x == above.x == 2
 
 
+def test_what_could_not_be_reloaded_before_an_interrupt_is_told_with_the_next_request(
+    here: Surrounded, tmp_path: Path
+) -> None:
+    for name in ("wrong", "gone"):
+        write(tmp_path / f"{name}.py", "x = 1")
+        importlib.import_module(name)
+    write(tmp_path / "slow.py", "import os\nif os.path.exists('now'): raise KeyboardInterrupt")
+    importlib.import_module("slow")
+    write(tmp_path / "wrong.py", "x = (")
+    (tmp_path / "gone.py").unlink()
+    write(tmp_path / "slow.py", (tmp_path / "slow.py").read_text())
+    (tmp_path / "now").touch()
+    with pytest.raises(KeyboardInterrupt):
+        run(here)
+    (tmp_path / "now").unlink()
+    wrong, gone, slow = run(here)
+    assert wrong.startswith("wrong changed on disk and could not be reloaded")
+    assert gone.startswith("gone changed on disk and could not be reloaded")
+    assert slow == "Reloaded, because files changed on disk: slow."
+    assert run(here) == ()
+
+
 def test_a_module_whose_file_is_gone_is_said_to_be_stale(here: Surrounded, tmp_path: Path) -> None:
     write(tmp_path / "of_mine.py", "x = 1")
     importlib.import_module("of_mine")
