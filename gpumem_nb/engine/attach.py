@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..internals.cloudpickle_internals import IntoMain
 from ..internals.torch_internals import has_step_hooks
-from ..memory.device import Device
+from ..memory.device import Device, opened
 from ..shared import snapshot_folder
 from ..shared.errors import StateFileError, WorkloadError
 from ..shared.units import format_bytes
@@ -287,9 +287,9 @@ def to_keep(names: Iterable[str | None], variables: Mapping[str, Any]) -> dict[s
     Attached functions may use it, and would find that of the rank there.
     """
     given = {"rank": here().rank, "size": here().size}
-    held = {name: variables.get(name, ours) for name, ours in given.items()}
-    replaced = [name for name, value in held.items() if type(value) is not int or value != given[name]]
-    replaced += ["device"] * isinstance(variables.get("device"), str)
+    replaced = [name for name, ours in given.items() if str(variables.get(name, ours)) != str(ours)]
+    held, ours = variables.get("device"), opened().torch_device
+    replaced += ["device"] * (isinstance(held, str) or (isinstance(held, torch.device) and held != ours))
     return {name: variables[name] for name in (*replaced, *names) if name}
 
 
@@ -332,7 +332,7 @@ def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:
 
 
 def load_objects(path: Path, device: Device) -> dict[str, Any]:
-    """Return the objects that :func:`save_objects` wrote; what lay on rank 0's GPU lies on this rank's.
+    """Return the objects that :func:`save_objects` wrote; what lay on rank 0's GPU, or names it, is of this rank's.
 
     Functions of cells have the variables of cells again, so that what a cell sets later reaches a loss as before.
 
@@ -342,13 +342,25 @@ def load_objects(path: Path, device: Device) -> dict[str, Any]:
         StateFileError: they cannot be made again.
     """
 
+    ours = device.torch_device
+
     def place(storage: Any, where: str) -> Any:
-        return storage.to(device=device.torch_device) if where.startswith("cuda") else storage
+        return storage.to(device=ours) if where.startswith("cuda") else storage
+
+    def named(kind: str, *index: int) -> torch.device:
+        return ours if kind == "cuda" and index else torch.device(kind, *index)
+
+    class Here(IntoMain):
+        def find_class(self, module: str, name: str) -> Any:
+            found = super().find_class(module, name)
+            return named if found is torch.device else found
 
     try:
         with device.exempt():
-            pickles = SimpleNamespace(__name__="pickle", Unpickler=IntoMain)
+            pickles = SimpleNamespace(__name__="pickle", Unpickler=Here)
             objects, beside = torch.load(path, map_location=place, pickle_module=pickles, weights_only=False)
+        if isinstance(held := objects.get("device"), str) and held.startswith("cuda:"):
+            objects["device"] = str(ours)
         for name, (own, *of_inner) in beside.items():
             vars(objects[name]).update(own)  # the inner ones among it
             for one, kept in zip(with_inner(objects[name])[1:], of_inner, strict=True):

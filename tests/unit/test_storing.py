@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -258,6 +261,20 @@ def test_what_a_person_holds_in_place_of_a_ranks_own_variables_comes_back(
     theirs = {"loss": None, "rank": 8, "size": (28, 28), "device": "cuda"}
     assert attach.to_keep(["loss", None], theirs) == theirs
     assert attach.to_keep([], {}) == {}
+    same = {"rank": str(alone.rank), "size": np.int64(alone.size), "device": torch.device("cpu")}
+    assert attach.to_keep([], same) == {}, "what rank 0 has of its own is no other rank's"
+
+
+def test_what_names_rank_0s_gpu_names_the_ranks_own_when_it_comes_back(tmp_path: Path) -> None:
+    def bring_back(held: dict[str, Any]) -> dict[str, Any]:
+        assert attach.save_objects(held, tmp_path / "attached.pickle", 2**40) == ""
+        return attach.load_objects(tmp_path / "attached.pickle", there)
+
+    there: Any = SimpleNamespace(torch_device=torch.device("cuda:1"), exempt=nullcontext)
+    held: dict[str, Any] = {"net": {torch.device("cuda:0"), torch.device("cpu"), torch.device("cuda")}}
+    assert {str(one) for one in bring_back(held)["net"]} == {"cuda:1", "cpu", "cuda"}
+    for before, after in (("cuda:0", "cuda:1"), ("cuda", "cuda"), ("cpu", "cpu")):
+        assert bring_back({"device": before})["device"] == after
 
 
 def test_what_only_an_optimizer_of_ones_own_has_comes_back_with_attached_objects(tmp_path: Path) -> None:
