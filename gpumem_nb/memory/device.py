@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .ledger.events import EventLog
 
 _opened: Device | None = None
+_MUCH_BYTES = 2**20  # of old garbage, to be looked for
 
 
 class Listened(Protocol):
@@ -110,23 +111,35 @@ def leaving_no_cache(device: Device) -> Iterator[None]:
             device.empty_cache()
 
 
-@contextmanager
-def leaving_no_garbage(whole: bool) -> Iterator[None]:
-    """Take away what hangs together in circles, activations among it, before and afterwards if it was made inside.
+class Garbage:
+    """What hangs together in circles and is held by nothing, activations on the device among it."""
 
-    What has been there for long is looked through only before, and if the ``whole`` is, which takes a tenth of a second
-    and more. New garbage would be old afterwards, and stay.
-    """
-    gc.collect(2 if whole else 1)
-    is_frozen = gc.get_freeze_count() > 0  # by the user's own code, and stays so
-    if not is_frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        gc.collect()
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._ran, self._live_bytes = -1, 0  # when all of it was taken away: pieces of the user's code until then
+
+    @contextmanager
+    def taken_away(self, ran: int) -> Iterator[None]:
+        """Take it away before and, if it was made inside, afterwards: new one would be old then, and stay.
+
+        What has been there for long is looked through only before, which takes a tenth of a second and more: if there
+        are more live bytes, or if pieces of the user's code, of which so many ``ran``, may have let go of something.
+        """
+        gc.collect(1)
+        whole = ran != self._ran or self._device.reading().live_bytes > self._live_bytes + _MUCH_BYTES
+        if whole:
+            gc.collect()
+        is_frozen = gc.get_freeze_count() > 0  # by the user's own code, and stays so
         if not is_frozen:
-            gc.unfreeze()
+            gc.freeze()
+        try:
+            yield
+        finally:
+            gc.collect()
+            if not is_frozen:
+                gc.unfreeze()
+            live_bytes = self._device.reading().live_bytes
+            self._ran, self._live_bytes = ran, live_bytes if whole else min(live_bytes, self._live_bytes)
 
 
 def open_device(kind: str, local_rank: int, memory_limit: int | None) -> Device:

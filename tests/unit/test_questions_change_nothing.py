@@ -6,7 +6,7 @@ import copy
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -343,6 +343,36 @@ class Littering(nn.Linear):
         return super().forward(x)
 
 
+class Holding(nn.Linear):
+    """Holds something in a circle, from one step to the next."""
+
+    held: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held = in_a_circle(4)
+        return super().forward(x)
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """As on a rank."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_steps_hold_in_circles_does_not_add_up_over_questions() -> None:
+    trainer, settings = trainer_of(None, model=lambda: Holding(WIDTH, WIDTH)), Settings(batch_size=2)
+    found: list[tuple[int, int]] = []
+    for _ in range(4):
+        train(trainer, 3, settings)
+        found.append((forecast(trainer, settings).live_peak_bytes, opened().reading().live_bytes))
+    assert max(found)[0] - min(found)[0] < 2**20
+    assert max(live for _, live in found) - found[0][1] < 2**20
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_garbage_of_steps_and_of_cells_is_in_no_answer_and_does_not_stay() -> None:
     trainer, device = trainer_of(None, model=lambda: Littering(WIDTH, WIDTH)), opened()
     at_first, settings = device.reading().live_bytes, Settings(batch_size=2)

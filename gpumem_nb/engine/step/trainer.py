@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from ...memory.device import Device, leaving_no_cache, leaving_no_garbage
+from ...memory.device import Device, Garbage, leaving_no_cache
 from ...memory.leaks.detector import LeakDetector
 from ...shared.errors import WorkloadError
 from ...shared.messages import Chunk, ChunkReply, Evaluated, Failure, Sample, Timeline
@@ -89,7 +89,7 @@ class Trainer:
         self.stepper = Stepper(self.live, stream, device, self._leaks)
         self.trials = Trials(self, device)
         self.update_times = UpdateTimes()
-        self._cells = self._tidied = cells.ran()
+        self._cells, self._garbage = cells.ran(), Garbage(device)
         self.evaluator: Evaluator | None = None
         if held_out is not None:
             self.evaluator = Evaluator(self.live, workload, held_out, device, stream.rank, stream.size)
@@ -296,8 +296,7 @@ class Trainer:
         """Inside, steps are under the settings of a trial; gives why these cannot be applied."""
         settings, settings_id = self.live.settings, self._settings_id
         flipped, recorded_steps = self._flipped, self._recorded_steps
-        whole, self._tidied = self._tidied != cells.ran(), cells.ran()  # a cell may have let go of anything
-        with leaving_no_garbage(whole), self.live.kept():
+        with self._garbage.taken_away(cells.ran()), self.live.kept():
             try:
                 why_not = self._apply(chunk)
                 with room_of_state_that_leaves(self.live, self._device):
