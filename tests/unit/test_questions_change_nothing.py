@@ -6,7 +6,7 @@ import copy
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
-from gpumem_nb.engine import cells
 from gpumem_nb.engine.attach import save_objects
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
@@ -310,78 +309,40 @@ def test_an_update_that_a_question_had_to_take_is_not_taken_for_what_forward_wro
     assert trainer.run(Chunk(settings, 1, 2)).failure is None
 
 
-def test_the_update_of_a_sparse_table_is_predicted_as_it_is(alone: Overheard) -> None:
+def sparse_table(build: Callable[[Iterable[Tensor]], Optimizer]) -> tuple[Tensor, Trainer]:
     table = nn.Embedding(4000, 64, sparse=True)
     rows = TensorDataset(torch.arange(4000), torch.zeros(4000, dtype=torch.long))
     data = ShardedStream(*as_dataset(rows), rank=0, size=1)
-    optimizer = torch.optim.Adagrad(table.parameters(), lr=0.1)
-    workload = Workload("table", lambda: table, lambda: rows, squares_of, optimizer=lambda params: optimizer)
-    trainer = Trainer(workload, data, opened(), time.time())
+    workload = Workload("table", lambda: table, lambda: rows, squares_of, optimizer=build)
+    return table.weight, Trainer(workload, data, opened(), time.time())
+
+
+def test_the_update_of_a_sparse_table_is_predicted_as_it_is(alone: Overheard) -> None:
+    weight, trainer = sparse_table(lambda params: torch.optim.Adagrad(params, lr=0.1))
     settings = Settings(batch_size=4000, optimizer="own", learning_rate=0.1)
     assert trainer.run(Chunk(settings, 1, 3)).failure is None
-    held = table.weight.detach().clone()
+    held = weight.detach().clone()
     found = trainer.trials.forecast(settings, [4000], [4000], 0)
     assert "sparse" in found.update_undone
-    assert torch.equal(table.weight, held)
+    assert torch.equal(weight, held)
     reply = trainer.run(Chunk(settings, 1, 2, ledger_steps=1))
     assert abs(found.of[0].live_peak_bytes - reply.samples[-1].live_peak_bytes) <= 64  # a few numbers
 
 
+@pytest.mark.parametrize("ledger_steps", [0, 1])
+def test_an_optimizer_that_keeps_sparse_state_is_refused_in_a_sentence(alone: Overheard, ledger_steps: int) -> None:
+    weight, trainer = sparse_table(lambda params: torch.optim.SGD(params, lr=0.1))
+    plain = Settings(batch_size=8, optimizer="own", learning_rate=0.1)
+    assert trainer.run(Chunk(plain, 1, 2)).failure is None
+    held, momentum = weight.detach().clone(), plain.replace(optimizer="momentum")
+    failures = [
+        trainer.trials.forecast(momentum, [8], [8], 0).failure,
+        trainer.run(Chunk(momentum, 2, 2, ledger_steps=ledger_steps)).failure,
+    ]
+    assert all(one is not None and "SGD keeps a sparse momentum_buffer in its state" in one.message for one in failures)
+    assert torch.equal(weight, held)
+    assert trainer.run(Chunk(plain, 3, 2)).failure is None
+
+
 def squares_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return model(batch[0]).square().mean()  # type: ignore[no-any-return]
-
-
-def in_a_circle(mib: int) -> SimpleNamespace:
-    made = SimpleNamespace(memory=torch.zeros(mib << 18))
-    made.itself = made
-    return made
-
-
-class Littering(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        in_a_circle(4)
-        return super().forward(x)
-
-
-class Holding(nn.Linear):
-    """Holds something in a circle, from one step to the next."""
-
-    held: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.held = in_a_circle(4)
-        return super().forward(x)
-
-
-@pytest.fixture
-def nothing_frozen() -> Iterator[None]:
-    """As on a rank."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("nothing_frozen")
-def test_what_steps_hold_in_circles_does_not_add_up_over_questions() -> None:
-    trainer, settings = trainer_of(None, model=lambda: Holding(WIDTH, WIDTH)), Settings(batch_size=2)
-    found: list[tuple[int, int]] = []
-    for _ in range(4):
-        train(trainer, 3, settings)
-        found.append((forecast(trainer, settings).live_peak_bytes, opened().reading().live_bytes))
-    assert max(found)[0] - min(found)[0] < 2**20
-    assert max(live for _, live in found) - found[0][1] < 2**20
-
-
-@pytest.mark.usefixtures("nothing_frozen")
-def test_garbage_of_steps_and_of_cells_is_in_no_answer_and_does_not_stay() -> None:
-    trainer, device = trainer_of(None, model=lambda: Littering(WIDTH, WIDTH)), opened()
-    at_first, settings = device.reading().live_bytes, Settings(batch_size=2)
-    held = [in_a_circle(64)]
-    train(trainer, 1, settings)
-    before = forecast(trainer, settings).live_peak_bytes
-    held.clear()
-    cells.one_more()
-    for _ in range(3):
-        train(trainer, 3, settings)
-        assert forecast(trainer, settings).live_peak_bytes < before - (60 << 20)
-        assert device.reading().live_bytes < at_first + (1 << 20)

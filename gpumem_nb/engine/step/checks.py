@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...shared.errors import WorkloadError
 from ...shared.settings import Settings
 from .ambient import DTYPES
+from .optimizers import check_state
 from .parts import Parts, in_groups
 from .rates import rate_of
 
@@ -128,6 +129,7 @@ def checked_optimizer(optimizer: Any, parts: Parts) -> Optimizer:
             f"{kind} keeps a state that belongs to no weight ({odd[0]!r}), which ranks cannot hold alike. Use another "
             "optimizer, such as AdamW."
         )
+    check_state(optimizer)
     inner = next((one for one in vars(optimizer).values() if isinstance(one, Optimizer)), None)
     if inner is not None and inner.state is not optimizer.state:
         raise WorkloadError(

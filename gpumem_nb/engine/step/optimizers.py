@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ...internals.torch_internals import has_step_hooks, keep_scale_from
+from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from ...shared.settings import Settings
 from .parts import in_groups
@@ -130,6 +131,22 @@ def check_implementation(optimizer: Optimizer, name: str) -> None:
         raise WorkloadError(
             f"{type(optimizer).__name__} has no {name} implementation. Use optimizer_impl=default with it."
         )
+
+
+def check_state(optimizer: Optimizer) -> None:
+    """Refuse state that cannot be put aside, saved or sent to other ranks, once it is there.
+
+    Raises:
+        WorkloadError: it holds a sparse tensor.
+    """
+    for kept in optimizer.state.values():
+        for name, value in kept.items() if isinstance(kept, Mapping) else ():
+            if any(tensor.layout != torch.strided for tensor in tensors_in(value)):
+                raise WorkloadError(
+                    f"{type(optimizer).__name__} keeps a sparse {name} in its state, which could not be saved or put "
+                    "back. Use an optimizer that keeps none, such as SGD without momentum or Adagrad, or build the "
+                    "embedding without sparse=True."
+                )
 
 
 def put_state(optimizer: Optimizer, state: dict[Any, Any], groups: list[dict[str, Any]]) -> None:

@@ -322,6 +322,7 @@ class Stepper:
             undo = UpdateUndo(weights, self._live.optimizer, self._before_hooks())
             with step_hooks_held_back(self._live.optimizer, pre=False) as updates:
                 self._update()
+            optimizers.check_state(self._live.optimizer)
             self.enter(TOOLKIT)
         except BaseException as error:
             failure = self.failure(error)
