@@ -137,7 +137,7 @@ class PythonSnapshot:
         for place, content in zip(self._found.places, self._contents, strict=True):
             if isinstance(place, Names):
                 named = zip(place.names, content, strict=True)
-                yield from (((place.key, name), value) for name, value in named if type(value) in SCALARS)
+                yield from (((place.key, name), value) for name, value in named if _is_plain(value))
             else:
                 yield (place.key, place.key[1] or "a container"), content
 
@@ -213,7 +213,11 @@ def _is_alike(one: Any, other: Any) -> bool:
 
 
 def _is_alike_inside(one: Any, other: Any) -> bool:
-    return not (type(one) in SCALARS and type(other) in SCALARS) or _is_alike(one, other)
+    return not (_is_plain(one) and _is_plain(other)) or _is_alike(one, other)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in SCALARS or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _holds_same(one: Any, other: Any) -> bool:
