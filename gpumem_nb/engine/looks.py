@@ -57,8 +57,8 @@ def model_facts(trainer: Trainer, inputs: bool) -> ModelFacts:
     if inputs:
         trainer.look_into_step(Looks(batch=look))
     names = {id(param): name for name, param in live.parts.named_parameters()}
-    state = ((param, sum(one.nbytes for one in tensors_in(kept))) for param, kept in live.optimizer.state.items())
-    frozen = [(names.get(id(param), ""), size) for param, size in state if not param.requires_grad]
+    state = [pair for pair in live.optimizer.state.items() if isinstance(pair[0], Tensor) and not pair[0].requires_grad]
+    frozen = [(names.get(id(param), ""), sum(one.nbytes for one in tensors_in(kept))) for param, kept in state]
     wide = [(name, param.nbytes) for name, param in live.parts.named_parameters() if param.dtype == torch.float64]
     groups = live.optimizer.param_groups
     weights = sum(len(group["params"]) for group in groups)

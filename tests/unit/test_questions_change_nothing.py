@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from gpumem_nb.engine.attach import save_objects
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
-from gpumem_nb.engine.looks import splits_to_mean
+from gpumem_nb.engine.looks import model_facts, splits_to_mean
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.step.trials import beside_what_would_leave
 from gpumem_nb.engine.undo.step_undo import UpdateUndo
@@ -284,6 +284,26 @@ def test_what_stands_in_place_of_an_optimizers_step_is_undone_after_questions_an
         device.set_limit(None)
     assert "step was replaced by another function" in trainer.info().notes[-1]
     assert "what stands in place of its step" in save_objects({"own": own}, Path("/nowhere/at/all"), 2**40)
+
+
+class Beside(torch.optim.SGD):
+    """Keeps something in its state that is no weight's, from its first update on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["updates"] = self.state.get("updates", 0) + 1  # type: ignore[call-overload,index]
+        super().step()
+
+
+def test_state_that_is_no_weights_is_refused_once_it_is_there_and_stops_no_question() -> None:
+    trainer = trainer_of(lambda params: Beside(params, lr=0.1))
+    before = [param.detach().clone() for param in trainer.live.parameters]
+    failure = trainer.run(Chunk(OWN, 1, 1)).failure
+    assert failure is not None
+    assert "Beside keeps a state that belongs to no weight ('updates')" in failure.message
+    assert all(map(torch.equal, trainer.live.parameters, before))
+    assert not trainer.live.optimizer.state
+    vars(trainer.live.optimizer)["state"].update(mine=3)
+    assert model_facts(trainer, inputs=False).groups == 1
 
 
 class Scaling(torch.optim.SGD):

@@ -124,11 +124,6 @@ def checked_optimizer(optimizer: Any, parts: Parts) -> Optimizer:
         raise WorkloadError(
             "SparseAdam takes sparse gradients, and the average over all ranks is dense. Use Adam, or SGD."
         )
-    if odd := [key for key in optimizer.state if not isinstance(key, Tensor)]:
-        raise WorkloadError(
-            f"{kind} keeps a state that belongs to no weight ({odd[0]!r}), which ranks cannot hold alike. Use another "
-            "optimizer, such as AdamW."
-        )
     check_state(optimizer)
     inner = next((one for one in vars(optimizer).values() if isinstance(one, Optimizer)), None)
     if inner is not None and inner.state is not optimizer.state:

@@ -106,7 +106,7 @@ def _taken(update: AskedUpdate, device: Device) -> Foreseen:
     log.begin([])
     with log.watching():
         optimizers.update(optimizer, scaler, clip_norm, (lambda: scaler.step(optimizer)) if scaler else optimizer.step)
-    optimizers.check_state(optimizer)
+    optimizers.check_dense(optimizer)
     state = kept_by(optimizer, lambda param: param)
     owned = tuple((log.allocation(value), value.untyped_storage().nbytes(), param) for value, param in state)
     events = log.end()

@@ -137,8 +137,18 @@ def check_state(optimizer: Optimizer) -> None:
     """Refuse state that cannot be put aside, saved or sent to other ranks, once it is there.
 
     Raises:
-        WorkloadError: it holds a sparse tensor.
+        WorkloadError: some of it is no weight's, or holds a sparse tensor.
     """
+    if odd := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        raise WorkloadError(
+            f"{type(optimizer).__name__} keeps a state that belongs to no weight ({odd[0]!r}), which ranks cannot hold "
+            "alike. Keep numbers in attributes and tensors in state[param], or use another optimizer, such as AdamW."
+        )
+    check_dense(optimizer)
+
+
+def check_dense(optimizer: Optimizer) -> None:
+    """Refuse state that holds a sparse tensor; raises ``WorkloadError``."""
     for kept in optimizer.state.values():
         for name, value in kept.items() if isinstance(kept, Mapping) else ():
             if any(tensor.layout != torch.strided for tensor in tensors_in(value)):
