@@ -48,6 +48,18 @@ def test_ranks_with_other_rates_modes_and_positions_are_made_alike(
     assert [group["lr"] for group in second.own.param_groups] == [group["lr"] for group in first.own.param_groups]
 
 
+def test_a_schedule_goes_on_alike_on_all_ranks_after_a_sync(postman: Postman, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "alike", lambda numbers, about: [True] * len(numbers))
+    first, second = Bench(), Bench()
+    for bench, steps in ((first, 3), (second, 2)):  # as where an update raised on one rank alone
+        bench.train(steps, lr_schedule="cosine", schedule_steps=10, warmup_steps=4)
+    for rank, bench in enumerate((first, second)):
+        postman.become(rank)
+        bench.trainer.sync()
+    assert first.train(4) == second.train(4)
+    assert bits(second.model) == bits(first.model)
+
+
 def test_ranks_whose_optimizers_sort_weights_into_other_groups_are_not_made_alike(
     postman: Postman, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,8 @@ class Trainer:
         with self._device.exempt():
             make_alike(self.live)
             place = self.stream.position, self.stream.passes, self.stream.pass_began
-            self.steps, first = from_first((self.steps, place), "The place in the data")
+            told = self.steps, place, self.live.course
+            self.steps, first, self.live.course = from_first(told, "The place in data and schedule")
         if place != first:  # an update raised on this rank alone, say, and counted on the others
             self.stream.go_to(*first)
         self.stepper.voting.watch.begin_anew()
