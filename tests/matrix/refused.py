@@ -60,6 +60,12 @@ def loss(model, batch):
         refused="SparseAdam takes sparse gradients.* Use Adam, or SGD",
     ),
     Subject(
+        "sparse gradients, SGD with momentum",
+        "net = nn.EmbeddingBag(97, 3, sparse=True)\ndata, criterion = TensorDataset(tokens, y), nn.CrossEntropyLoss()\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)",
+        refused="SGD keeps a sparse momentum_buffer in its state",
+    ),
+    Subject(
         "an optimizer of another instance of the model",
         BLOCKS + "optimizer = torch.optim.AdamW(Net().parameters(), lr=0.01)",
         refused="AdamW holds none of this model's weights: it was built on another instance",
