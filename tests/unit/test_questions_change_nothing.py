@@ -306,6 +306,17 @@ def test_state_that_is_no_weights_is_refused_once_it_is_there_and_stops_no_quest
     assert model_facts(trainer, inputs=False).groups == 1
 
 
+def test_a_flip_away_from_an_optimizer_with_a_persons_own_value_in_its_state_says_so() -> None:
+    trainer = trainer_of(None)
+    train(trainer, 1, OWN.replace(optimizer="adam"))
+    vars(trainer.live.optimizer)["state"].update(mine=3)
+    failure = trainer.run(Chunk(OWN.replace(optimizer="sgd"), 2, 1)).failure
+    assert failure is not None
+    assert "Adam keeps a state that belongs to no weight ('mine')" in failure.message
+    del vars(trainer.live.optimizer)["state"]["mine"]
+    train(trainer, 1, OWN.replace(optimizer="sgd"), 3)
+
+
 class Scaling(torch.optim.SGD):
     """Asks for the values of tensors, so that its update cannot be foreseen."""
 

@@ -114,7 +114,12 @@ class Replicas:
                 self._optimizer.state[param].update(_placed(self._optimizer.state[param], param))
 
     def keep(self) -> Parked:
-        """Move this rank's part to host memory; the optimizer has none until it is put back."""
+        """Move this rank's part to host memory; the optimizer has none until it is put back.
+
+        Raises:
+            WorkloadError: some of it is no weight's.
+        """
+        optimizers.check_state(self._optimizer)
         return Parked(self._optimizer)
 
 
