@@ -9,7 +9,20 @@ import symtable
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from .effects import OF_CLASS, Given, effects, given_on, methods, parts_in, reaches, root, sets, sets_given, values
+from .effects import (
+    IMPORTING,
+    OF_CLASS,
+    Given,
+    effects,
+    given_on,
+    methods,
+    parts_in,
+    reaches,
+    root,
+    sets,
+    sets_given,
+    values,
+)
 from .names import last
 
 NOTEBOOK = frozenset({"get_ipython", "display"})
@@ -123,7 +136,8 @@ def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
     surely = binds - _packages(node) if sure else set[str]()
     everything = [*ast.walk(node)]
     # What functions call so may be their own otherwise.
-    of_module = reads | late | binds_late | {OF_CLASS, *_imported(everything)} if late or defines else set[str]()
+    of_module = reads | late | binds_late | {OF_CLASS, *IMPORTING, *_imported(everything)}
+    of_module = of_module if late or defines else set()
     constant = _names_constants(node)
     given = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else getattr(node, "iter", None)
     return Statement(

@@ -272,6 +272,8 @@ DTYPE = "net = torch.get_default_dtype()"
             "from string import kinds\nkinds += [2]",
             "import string\nnet = [*string.kinds]",
         ),
+        (f"import importlib\ndef on():\n    importlib.import_module('torch').{DOUBLE[6:]}", "on()", DTYPE),
+        (f"def on():\n    import importlib as one\n    one.import_module('torch').{DOUBLE[6:]}", "on()", DTYPE),
     ],
     ids=lambda cells: cells[-2],
 )
