@@ -202,7 +202,7 @@ class Relations:
     def _let_go_of_holders(self, definitions: Sequence[Statement]) -> None:
         """Count functions and classes that hold other objects, as defaults or attributes, among what changes."""
         self._holders = frozenset[str]()
-        setting = [one for one in definitions if one.sets_late or one.sets_given or not one.late <= self._fixed]
+        setting = [one for one in definitions if one.keeps or one.sets_given or not one.late <= self._fixed]
         keeping = {name for one in setting for name in one.binds}
         while True:
             holding = [

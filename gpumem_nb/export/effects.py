@@ -99,6 +99,12 @@ def _changes_list(function: ast.AST, what: str) -> bool:
     return what in _OF_LISTS and (isinstance(held, ast.Attribute) or last(held) in ("path", "environ"))
 
 
+def keeps(node: ast.AST) -> bool:
+    """Return whether a part of a function may change something that is there from one call to the next."""
+    kept = isinstance(node, ast.Call) and last(node.func) in _OF_LISTS
+    return kept or isinstance(node, ast.Nonlocal) or any(True for _ in sets(node))
+
+
 def methods(node: ast.AST) -> Iterator[str]:
     """Yield the methods that may be called: ``.name``, and ``name()`` for what may be called as a function is."""
     if isinstance(node, ast.Call):

@@ -15,6 +15,7 @@ from .effects import (
     Given,
     effects,
     given_on,
+    keeps,
     methods,
     parts_in,
     reaches,
@@ -75,6 +76,7 @@ class Statement:
         looks: whether it only shows something.
         waits: whether it waits outside of functions, as a cell may and a script may not.
         holds: whether it is a definition that keeps objects from one use to the next.
+        keeps: whether its functions may change something that is there from one call to the next.
     """
 
     text: str
@@ -107,6 +109,7 @@ class Statement:
     looks: bool
     waits: bool
     holds: bool
+    keeps: bool
 
 
 def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
@@ -172,6 +175,7 @@ def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
         acts=not (imports or constant or _only_defines(node)),
         looks=_only_looks(node),
         holds=defines and _holds(node),
+        keeps=defines and any(map(keeps, everything)),
         waits=any(isinstance(one, _WAITS) or getattr(one, "is_async", 0) for one in own),
     )
 

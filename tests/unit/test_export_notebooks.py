@@ -197,6 +197,15 @@ COUNTED = "class Layer:\n    made = 0\n    def __init__(self):\n        {0}.made
 NUMBER = "net = Layer().number"
 DOUBLE = "torch.set_default_dtype(torch.float64)"
 DTYPE = "net = torch.get_default_dtype()"
+WRAPPING = "def counted(f):\n    {}\n    def more():\n        {}\n    {}\n    return more"
+COUNTING = [
+    "class counted:\n    def __init__(self, f): self.f, self.n = f, 0\n"
+    "    def __call__(self):\n        self.n += self.f()\n        return self.n",
+    WRAPPING.format("n = 0", "nonlocal n; n = n + f(); return n", ""),
+    WRAPPING.format("n = [0]", "n[0] += f(); return n[0]", ""),
+    WRAPPING.format("n = []", "n.append(f()); return len(n)", ""),
+    WRAPPING.format("", "more.n += f(); return more.n", "more.n = 0"),
+]
 
 
 @pytest.mark.parametrize(
@@ -274,6 +283,7 @@ DTYPE = "net = torch.get_default_dtype()"
         ),
         (f"import importlib\ndef on():\n    importlib.import_module('torch').{DOUBLE[6:]}", "on()", DTYPE),
         (f"def on():\n    import importlib as one\n    one.import_module('torch').{DOUBLE[6:]}", "on()", DTYPE),
+        *((define, "@counted\ndef make(): return 1", "other = make()", "net = make()") for define in COUNTING),
     ],
     ids=lambda cells: cells[-2],
 )
