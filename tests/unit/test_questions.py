@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.planning.prediction import DOES_NOT_FIT
 from gpumem_nb.shared.categories import OPTIMIZER_STATE
+from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.forecast import Forecasts, Rehearsal
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.messages import Chunk, Failure, Reading
@@ -317,16 +319,21 @@ def test_what_several_small_micro_batches_need_follows_from_two_steps(
     assert peaks[sizes[-1]] >= peaks[1] > 0
 
 
-def test_peaks_are_found_by_the_smallest_steps_where_others_run_out_of_memory(gpu: VirtualGPU) -> None:
+@pytest.mark.parametrize(("fewest", "batch_size", "told"), [(1, 2, [1, 2]), (2, 2, [2]), (2, 8, [2]), (3, 2, [])])
+def test_peaks_are_found_by_the_smallest_steps_where_others_run_out_of_memory(
+    gpu: VirtualGPU, fewest: int, batch_size: int, told: list[int]
+) -> None:
+    """Batch norm, say, needs two samples."""
     forecast = trainer(gpu).trials.forecast
 
     def limited(settings: Settings, small: list[int], sizes: list[int], most: int) -> Forecasts:
-        if not (larger := [size for size in small if size > 2]):
+        if not (failed := [size for size in small if not fewest <= size <= 2]):
             return forecast(settings, small, sizes, most)
-        failure = Failure(0, "oom", "forward", "out of memory")
-        return Forecasts(3, Reading(0, 0, 0, 0, None, 1000 * MIB), 0.1, MIB, failure=failure, failed_batch=larger[0])
+        failure = Failure(0, "oom" if failed[0] > 2 else "error", "forward", "too many or too few")
+        return Forecasts(3, Reading(0, 0, 0, 0, None, 1000 * MIB), 0.1, MIB, failure=failure, failed_batch=failed[0])
 
-    assert list(predicting(forecast=limited).peaks_by_batch({"batch_size": 2})) == [1, 2]
+    with nullcontext() if told else pytest.raises(WorkloadError, match=r"batch_size=\d.*too many or too few"):
+        assert list(predicting(forecast=limited).peaks_by_batch({"batch_size": batch_size})) == told
 
 
 def test_what_passed_the_limit_needs_more_than_that_whatever_the_budget() -> None:

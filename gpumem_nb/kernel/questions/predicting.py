@@ -24,7 +24,7 @@ from ...shared.workload import Splits
 from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 
-_FEWER = (FEWEST, (1, 2), (1,))  # the same where those run out of memory, too
+_FEWER = (FEWEST, (1, 2), (2,), (1,))  # the same where those run out of memory, too
 _PASSING = ("interrupted", "stall", "diverged")  # failures after which another try may go well
 HALVED, DOUBLED = 2, 3  # times, of the batch size in a line of peaks
 LONGEST_S = 2.0  # whole steps that take longer, as far as is known, are not tried out: that would take too long
@@ -88,18 +88,28 @@ class Predicting(AsksRanks):
         Raises:
             WorkloadError: a small step failed for another reason than memory.
         """
-        small: Sequence[int] = self._small(batch_sizes)
-        sizes = left = list(batch_sizes)
-        found: dict[int, Prediction] = {}
+        sizes, found = list(batch_sizes), dict[int, Prediction]()
         out: Forecasts | None = None
-        while left and small and not found:
+        failed: WorkloadError | None = None
+        for small in (self._small(sizes), *_FEWER):
+            most = out.failed_batch if out else math.inf
+            left = [size for size in sizes if size < most and (len(small) > 1 or size == small[0])]
+            if not left or max(small) >= most:
+                continue
             answers = self._ask(settings, list(small), left, 0)
-            if failed := self._ran_out(answers):
-                out = failed
-                left = [size for size in left if size < failed.failed_batch]
-                small = next((fewer for fewer in _FEWER if max(fewer) < failed.failed_batch), ())
-            else:
+            try:
+                out_now = self._ran_out(answers)
+            except WorkloadError as error:
+                if out is None or isinstance(error, NotThisTime):
+                    raise
+                failed = error  # one sample is too few for batch norm, say
+                continue
+            if not out_now:
                 found = self._of_sizes(settings, left, answers, list(small), budget_bytes)
+                break
+            out = out_now
+        if failed and not found:
+            raise failed
         return [found.get(size) or self._ran_out_at(out, settings.replace(batch_size=size)) for size in sizes]
 
     def _of_sizes(
