@@ -86,7 +86,7 @@ class Watch:
         """Return the first that ended: the launcher names the rank, and ends itself and the others because of it."""
         launcher = self._launcher
         if launcher.controller not in gone and (self._hosts or any(who in self._ranks for who in gone)):
-            _await(lambda: launcher.verdict() is not None or self._no_verdict_will_come())
+            _await(lambda: launcher.verdict() is not None or self._no_verdict_will_come(), VERDICT_TIMEOUT_S)
         for host in self._hosts:
             if host.lost:
                 return f"{self._names[host]} {host.lost}"
@@ -107,7 +107,7 @@ class Watch:
         who = self._ranks[rank]
         fault, place = self._launcher.fault(who.pid), ""
         if isinstance(who, RemoteRank):
-            _await(lambda: not who.runs)
+            _await(lambda: not who.runs, VERDICT_TIMEOUT_S)
             fault, place = who.fault, who.host.name
         log = self._launcher.log()
         if code is None:  # others have missed it, and what MPI says there is of them
@@ -153,7 +153,7 @@ def _is_on(who: Identity | RemoteRank, hosts: Collection[str]) -> bool:
     return any(name in hosts or name.partition(".")[0] in hosts for name in names)
 
 
-def _await(told: Callable[[], bool], timeout_s: float = VERDICT_TIMEOUT_S) -> None:
+def _await(told: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not told() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -8,6 +8,10 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import gpumem_nb
+from gpumem_nb.cluster import ranks, watch
+from gpumem_nb.cluster.launchers import ipyparallel_cluster
+from gpumem_nb.kernel.training import failures
+from tests.timing import patience
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -19,6 +23,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _number_shared(item: pytest.Item) -> int:
     fixtures = getattr(item, "fixturenames", ())
     return 4 if "four_ranks" in fixtures else 2 if "two_ranks" in fixtures else 0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def enough_time() -> Iterator[None]:
+    """What is said depends on what is known in time: on a busy machine that takes longer, for promises as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (ranks, "INTERRUPT_TIMEOUT_S"),
+            (watch, "VERDICT_TIMEOUT_S"),
+            (ipyparallel_cluster, "EXIT_CODE_TIMEOUT_S"),
+            (failures, "TIMEOUT_S"),
+        ):
+            patch.setattr(module, name, patience() * getattr(module, name))
+        yield
 
 
 @pytest.fixture(scope="module")
