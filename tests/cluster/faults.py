@@ -8,8 +8,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,6 +52,11 @@ class Fault:
     act: Callable[[Session, str], str | None] | None = None
     after: int = 0
     ends: str = "stops"
+
+    @property
+    def stalls(self) -> bool:
+        """Whether ranks wait for one another until they are freed."""
+        return "waited in" in self.says
 
     def at_a_random_moment(self, dice: random.Random) -> Fault:
         """The same fault a little later."""
@@ -169,6 +174,8 @@ class Incident:
         self.struck_s = 0.0
         self.heard_s = 0.0
         self.steps_flipped = 0
+        self._begun: Path | None = None
+        self._struck: Path | None = None
         self._began_s = session.history.now_s()
         self._first = session.history.steps
 
@@ -201,10 +208,9 @@ class Incident:
         """While settings change: in the first step under the new ones."""
         self.session.play()
         self._wait_for_steps()
-        with TemporaryDirectory() as folder:
-            self._begun = Path(folder) / "begun"
+        with self._meeting() as waits:
             if self.fault.act:
-                self.session.run(f"begun = {str(self._begun)!r}; plant('data', 'linger', flip=True)")
+                self.session.run(f"{waits}; plant('data', 'linger', flip=True)")
             self._plant(flip=True)
             actor, known = self._actor("flip"), len(self.session.history.tried)
             self._hear(lambda: str(self.session.set(checkpointing="blocks", learning_rate=NEW_RATE)))
@@ -217,13 +223,19 @@ class Incident:
         """While a cell runs between steps of a training that plays."""
         self.session.play()
         self._wait_for_steps()
-        with TemporaryDirectory() as folder:
-            self._begun = Path(folder) / "begun"
+        with self._meeting() as waits:
             actor = self._actor("cell")
-            cell = f"{self._planting()}\nimport pathlib; pathlib.Path({str(self._begun)!r}).touch()"
-            self._hear(lambda: str(self.session.run(f"{cell}\ntime.sleep(0.5)")))
+            cell = f"{self._planting()}\n{waits}\n" + ("linger()" if actor else "")
+            self._hear(lambda: str(self.session.run(cell)))
             self._join(actor)
         self._listen()
+
+    @contextmanager
+    def _meeting(self) -> Iterator[str]:
+        """Code for the ranks, with which they tell that they linger, and do so until the fault has struck."""
+        with TemporaryDirectory() as folder:
+            self._begun, self._struck = Path(folder) / "begun", Path(folder) / "struck"
+            yield f"begun, struck = {str(self._begun)!r}, {str(self._struck)!r}"
 
     def _planting(self, flip: bool = False) -> str:
         fault = self.fault
@@ -243,12 +255,18 @@ class Incident:
             assert self.fault.act is not None
             if situation == "foreground":
                 self._wait_for_steps()
-            if situation in ("flip", "cell"):
+            if self._begun and self._struck:
                 until(self._begun.exists)
+                if self.fault.ends == "survived":  # it asks the ranks, which answer when they linger no more
+                    self._struck.touch()
             time.sleep(self.fault.after / 100)
             self.struck_s = time.monotonic()
-            if said := self.fault.act(self.session, situation):
-                self._keep(said)
+            try:
+                if said := self.fault.act(self.session, situation):
+                    self._keep(said)
+            finally:
+                if self._struck:
+                    self._struck.touch()
 
         actor = threading.Thread(target=act)
         actor.start()

@@ -53,7 +53,7 @@ def note_steps(path, form, count):
 CODE = (
     f"{LOOK}\n"
     + """
-import optparse, pathlib, time
+import optparse, os, pathlib, time
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from gpumem_nb.engine.replay.segment import Segment
@@ -65,6 +65,12 @@ plan = optparse.Values(dict(fault=None, kind=None, old=None, wait=0))
 def plant(where, what, after=0, flip=False):
     old = the_trainer().live.settings if flip else None
     plan.fault, plan.kind, plan.wait, plan.old = where, what, after, old
+
+def linger():
+    pathlib.Path(begun).touch()
+    while os.path.exists(begun) and not os.path.exists(struck):  # until the fault is there, or given up
+        time.sleep(0.01)
+    time.sleep(0.5)
 
 def strike(where):
     if plan.fault != where or rank != 1 or the_trainer().live.settings == plan.old:
@@ -79,8 +85,7 @@ def strike(where):
         while True:
             pass
     if plan.kind == "linger":
-        pathlib.Path(begun).touch()
-        time.sleep(0.5)
+        linger()
     if plan.kind == "collective":
         hvd.allreduce(torch.ones(1), name="alone")
     if plan.kind == "error":
