@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
+from types import CodeType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -49,6 +53,19 @@ def until(found: Callable[[], T], otherwise: Callable[[], object] = lambda: "it 
         assert time.monotonic() < deadline, otherwise()
         time.sleep(0.01)
     return it
+
+
+def press_inside(code: CodeType) -> threading.Thread:
+    """Return a thread that presses stop once the main thread is inside of this code."""
+    main = threading.main_thread().ident or 0
+
+    def press() -> None:
+        until(lambda: code in [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames()[main])])
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
 
 
 def slowness() -> float:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.forecast import SEGMENT_BYTES, Kernels, Target
 from gpumem_nb.shared.knobs import KNOBS, Knob, register
 from gpumem_nb.shared.settings import Settings
+from tests.timing import HANG_S, until
 from tests.unit.dry_runs import apart
 
 pytestmark = pytest.mark.usefixtures("dry_runs_forked")
@@ -299,22 +300,19 @@ def test_an_interrupt_ends_what_the_model_has_started(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
 
     def model() -> nn.Module:
-        noted.write_text(f"{subprocess.Popen(['sleep', '60']).pid} ")
-        time.sleep(60)
+        noted.write_text(f"{subprocess.Popen(['sleep', str(10 * HANG_S)]).pid} ")
+        time.sleep(10 * HANG_S)
         raise AssertionError
 
     def interrupt() -> None:
-        while not (noted.exists() and noted.read_text().endswith(" ")):
-            time.sleep(0.05)
+        until(lambda: noted.exists() and noted.read_text().endswith(" "))
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
     with apart(), pytest.raises(KeyboardInterrupt):
         predict(workload(model))
-    pid, until_s = int(noted.read_text()), time.monotonic() + 5
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
+    with suppress(psutil.NoSuchProcess):
+        until(lambda: psutil.Process(int(noted.read_text())).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_child_whose_parent_is_gone_ends() -> None:

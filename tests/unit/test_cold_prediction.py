@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, P
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.forecast import DryAnswer, DryRun
 from tests.published import rows as published
+from tests.timing import press_inside
 from tests.unit.dry_runs import apart
 
 pytestmark = pytest.mark.usefixtures("dry_runs_forked")
@@ -208,23 +207,12 @@ def test_a_process_that_dies_is_a_sentence() -> None:
         gm.predict(workload(lambda: os._exit(3)))
 
 
-@pytest.fixture
-def interrupt_soon() -> Iterator[None]:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    own = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, own)
-
-
-@pytest.mark.usefixtures("interrupt_soon")
 def test_an_interrupt_leaves_no_process() -> None:
     before = set(psutil.Process().children())
+    presses = press_inside(dry_process._ends_in_time.__code__)
     with apart(), pytest.raises(KeyboardInterrupt):
         gm.predict(workload(lambda: time.sleep(60)))
+    presses.join()
     assert set(psutil.Process().children()) <= before
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import gpumem_nb as gm
 from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import Prediction
-from tests.timing import HANG_S
+from tests.timing import HANG_S, until
 
 WIDTH = 16
 
@@ -45,18 +45,15 @@ def predict(data: Callable[[], Any] = rows, model: Callable[[], nn.Module] = mad
 
 
 def wait_until_gone(pid: int) -> None:
-    until_s = time.monotonic() + 5
     with suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_what_the_data_have_started_ends_with_the_prediction(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
 
     def data() -> Any:
-        noted.write_text(str(subprocess.Popen(["sleep", str(HANG_S)]).pid))
+        noted.write_text(str(subprocess.Popen(["sleep", str(10 * HANG_S)]).pid))
         return rows()
 
     assert predict(data).live_peak_bytes
@@ -69,7 +66,7 @@ def test_a_helper_that_was_forked_keeps_nobody_waiting(tmp_path: Path) -> None:
 
     def data() -> Any:
         if (pid := os.fork()) == 0:
-            time.sleep(HANG_S)
+            time.sleep(10 * HANG_S)
             os._exit(0)
         noted.write_text(str(pid))
         return rows()

@@ -19,6 +19,7 @@ from gpumem_nb.kernel.loading import Loading
 from gpumem_nb.kernel.origin import Origin
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import Interrupted, RankError
+from tests.timing import HANG_S, press_inside
 
 
 def press(*_: object) -> None:
@@ -32,16 +33,15 @@ def test_a_second_interrupt_does_not_make_unfinished_work_pass_for_finished() ->
         go_on.wait()
 
     try:
-        waits: list[Callable[[], None]] = [
-            lambda: finish_anyway(work, "slow work"),
-            lambda: let_finish("slow work"),
+        waits: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+            (finish_anyway, (work, "slow work")),
+            (let_finish, ("slow work",)),
         ]
-        for wait in waits:
-            soon = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident or 0, signal.SIGINT))
-            soon.start()
+        for wait, arguments in waits:
+            presses = press_inside(wait.__code__)
             with pytest.raises(KeyboardInterrupt):
-                wait()
-            soon.join()
+                wait(*arguments)
+            presses.join()
         threading.Timer(0.3, go_on.set).start()
         let_finish("slow work")
         assert go_on.is_set()
@@ -62,7 +62,7 @@ def test_an_interrupt_does_not_wait_for_a_resume_that_goes_on() -> None:
     try:
         asked = threading.Thread(target=session.interrupt, daemon=True)
         asked.start()
-        asked.join(5.0)
+        asked.join(HANG_S)
         assert not asked.is_alive()
         life.training.interrupt.assert_called_once()
     finally:
@@ -79,6 +79,7 @@ def test_what_came_of_a_resume_is_told_though_an_interrupt_came_too_late(
     monkeypatch.setattr(loading, "readable", lambda runs: ([], ""))
     monkeypatch.setattr(Loading, "_train_from", MagicMock())
     monkeypatch.setattr(compatibility, "resumed", MagicMock())
+    monkeypatch.setattr(loading, "SOON_S", HANG_S)
 
     def call(function: str, *_: object, **__: object) -> Any:
         if function == "resume_check":
