@@ -292,7 +292,7 @@ def test_the_magic_says_what_is_not_carried_over_and_how_to_run_it(
     written: list[Any] = []
     thread = threading.Thread(target=lambda: written.append(session.export(tmp_path / "train.py")))
     thread.start()
-    thread.join(60)
+    thread.join(HANG_S)
     session.pause()
     assert "mpiexec -n 2 --bind-to none" in str(written[0])
 

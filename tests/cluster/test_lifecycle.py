@@ -20,9 +20,10 @@ from gpumem_nb.cluster.launchers import base, mpi
 from gpumem_nb.engine import entry
 from gpumem_nb.session import Session, current, start
 from gpumem_nb.shared.errors import Interrupted, InvalidInput, NoSession, SetupError, StartError
+from gpumem_nb.shared.processes import identify
 from tests import internals
 from tests.conftest import ranks
-from tests.timing import in_time
+from tests.timing import HANG_S, in_time
 
 pytestmark = pytest.mark.cluster
 
@@ -98,9 +99,9 @@ def test_what_another_key_has_signed_is_not_unpickled(shared: Session, tmp_path:
         client[1].apply_async(print, Trap(tmp_path / "forged"))
         sent = threading.Event()  # by the client's own thread
         client._io_loop.add_callback(sent.set)
-        assert sent.wait(10)
+        assert sent.wait(HANG_S)
         client.session.key = key
-        client[1].apply_async(print, Trap(tmp_path / "signed")).get(20)  # on the same socket, so it comes second
+        client[1].apply_async(print, Trap(tmp_path / "signed")).get(HANG_S)  # on the same socket, so it comes second
     assert [path.name for path in tmp_path.iterdir()] == ["signed"]
 
 
@@ -116,7 +117,7 @@ def test_nothing_is_left_after_stop(before: set[Path], shared: Session) -> None:
     session.stop()
     assert len(recorded) >= 4, "controller, mpiexec and two ranks at least"
     assert not [who for who in recorded if who.runs]
-    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    assert not [pid for pid in pids if identify(pid)]
     assert profiles() == before
     session.stop()  # a second time is no harm
     for use in (lambda: session.train(1), lambda: session.save("x.state"), lambda: session.resume("x.state")):

@@ -45,9 +45,9 @@ def sleeper() -> Iterator[Callable[..., Identity]]:
 
 
 def gone() -> Identity:
-    process = subprocess.Popen([sys.executable, "-c", ""])
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     who = identify(process.pid)
-    process.wait()
+    process.communicate()
     assert who
     return who
 

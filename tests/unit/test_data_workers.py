@@ -23,6 +23,7 @@ from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
+from tests.timing import HANG_S
 
 
 class Numbered(Dataset[Any]):
@@ -295,7 +296,7 @@ def test_no_worker_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
         rank.kill()
         rank.wait()
         rank.stdout.close()  # type: ignore[union-attr]
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=HANG_S)
     assert not [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -20,7 +20,7 @@ from gpumem_nb.ui.doctor_view import DiagnosisView
 from gpumem_nb.ui.widgets import Region
 from tests.internals import widgets_in
 from tests.ledgers import MIB, sample
-from tests.timing import until
+from tests.timing import HANG_S, until
 from tests.unit.test_doctor import LOADED, prediction
 
 AFTER = Settings(precision="bf16")
@@ -168,7 +168,7 @@ def test_figures_of_a_few_steps_stay(session: Session, started: list[Thread], mo
     monkeypatch.setattr(session, "set", lambda **knobs: setattr(session, "settings", AFTER))
     started.clear()
     buttons(view)[0].click()
-    started[0].join(30)
+    started[0].join(HANG_S)
     assert "Changed, measured: live peak 41.0 MiB" in regions(view)
 
 
@@ -182,7 +182,7 @@ def test_by_itself_it_uses_a_thread_that_ends(
     until(lambda: session.settings == AFTER)
     for number in range(1, 9):
         session.step(number)
-    started[0].join(30)
+    started[0].join(HANG_S)
     assert not started[0].is_alive()
     assert "130 samples/s" in regions(view)
 

@@ -10,6 +10,7 @@ import pytest
 from gpumem_nb.engine.link import collectives
 from gpumem_nb.internals import horovod_internals
 from gpumem_nb.shared.answers import Waiting
+from tests.timing import HANG_S
 
 WAITED = Waiting("all-reduce 'x'", 5.0)
 
@@ -31,7 +32,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, collective: str, seconds: float) -> N
 def test_a_rank_that_still_waits_is_freed(freed: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     waits(monkeypatch, WAITED.collective, WAITED.seconds + 60)  # some of which it was held up
     collectives.free(WAITED)
-    assert freed.wait(60)
+    assert freed.wait(HANG_S)
 
 
 @pytest.mark.parametrize(

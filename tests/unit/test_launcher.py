@@ -68,13 +68,13 @@ def test_a_start_that_cannot_be_recorded_leaves_no_folders(
 
 def test_ranks_are_ended_though_nothing_can_be_written(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = Nothing(JOB)
-    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     launcher.starter = who = identify(started.pid)
     assert who
     monkeypatch.setattr(Record, "write", full)
     try:
         launcher.stop(timeout_s=0)
-        started.wait(5.0)
+        started.wait(HANG_S)
         assert not who.runs
         assert not any(folder.exists() for folder in folders)
     finally:

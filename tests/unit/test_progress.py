@@ -9,6 +9,7 @@ import pytest
 
 from gpumem_nb.install import long_step
 from gpumem_nb.report.progress_bar import left_in_words, left_s, shown, text_bar
+from tests.timing import HANG_S
 
 
 class Terminal(io.StringIO):
@@ -78,7 +79,7 @@ def test_a_long_step_keeps_a_log_up_to_date(
         return 0.25
 
     with long_step.long_step("Building Horovod", fraction, estimate_s=100):
-        assert asked[-1].wait(60)
+        assert asked[-1].wait(HANG_S)
     first, *between, last = capsys.readouterr().out.splitlines()
     assert first.startswith("Building Horovod:   0%")
     assert between[0].startswith("Building Horovod:  25%")

@@ -9,6 +9,7 @@ from typing import Any
 
 from gpumem_nb.cluster.hosts.connection import RemoteHost
 from gpumem_nb.shared.version import __version__
+from tests.timing import HANG_S
 
 HELLO = {"name": "b", "machine": "boot pids", "kernel_address": "127.0.0.1", "network": "127.0.0.0/8"}
 
@@ -20,8 +21,8 @@ def test_words_of_a_shells_startup_files_are_no_answer_of_a_steward() -> None:
     host._states, host._faults = {}, {}
     host._said = str
     host._ssh = subprocess.Popen(["printf", "%s\\n", *said], stdout=subprocess.PIPE, bufsize=0)
-    host.meet(time.monotonic() + 5.0)
-    host._listener.join(5.0)
+    host.meet(time.monotonic() + HANG_S)
+    host._listener.join(HANG_S)
     host._ssh.wait()
     host._stdout.close()
     assert host.machine == "boot pids"

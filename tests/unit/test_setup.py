@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.timing import until
+from tests.timing import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci" / "targets.py"
@@ -50,7 +50,7 @@ def run(checkout: Path, target: str, **variables: str) -> subprocess.CompletedPr
         env=os.environ | {"PYTHON": sys.executable} | variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -198,7 +198,7 @@ def test_a_second_set_up_waits_for_the_first_and_takes_what_it_made(checkout: Pa
             stamp = checkout / ".venv" / setup.STAMP.name
             stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"ingredients": setup.fingerprint(checkout)}))
             first.stdin.close()
-            assert second.wait(60) == 0
+            assert second.wait(HANG_S) == 0
 
 
 def test_what_runs_beside_an_interrupted_program_is_not_followed_by_more(
@@ -256,7 +256,7 @@ except KeyboardInterrupt:
         assert outer.stdout
         assert outer.stdout.readline() == "ready\n"
         os.killpg(outer.pid, signal.SIGINT)
-        outer.wait(60)
+        outer.wait(HANG_S)
     assert (tmp_path / "tidy").exists()
 
 

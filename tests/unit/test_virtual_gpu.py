@@ -321,12 +321,12 @@ def test_only_the_threads_of_horovod_are_foreign(gpu: VirtualGPU) -> None:
 
     def communicate() -> None:
         known.set()
-        go_on.wait(10)
+        go_on.wait(60)
         kept.append(tensor(3 * MIB))
 
     horovod = threading.Thread(target=communicate)
     horovod.start()
-    known.wait(10)
+    known.wait(60)
     gpu.communicates_on({horovod.native_id or 0})
     helper = threading.Thread(target=lambda: kept.append(tensor(5 * MIB)))
     log = gpu.event_log()
