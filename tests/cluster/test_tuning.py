@@ -23,7 +23,7 @@ from tests.cluster.stop_button import Stop
 from tests.cluster.test_ledger import STATE
 from tests.conftest import weights
 from tests.internals import shown_widget, wait_for_steps, widgets_in
-from tests.timing import HANG_S, until
+from tests.timing import HANG_S, slowness, until
 
 pytestmark = pytest.mark.cluster
 DIGITS = {"width": 8, "depth": 2, "resolution": 8}
@@ -50,7 +50,7 @@ def test_tuning_finds_what_is_faster_and_changes_nothing(two_ranks: Session, fre
     session.train(2)
     before, failures = session.run(STATE), _failures(session)
     told: list[str] = []
-    result = session.tune(seconds=10, progress=lambda what, done: told.append(what))
+    result = session.tune(seconds=10 * slowness(), progress=lambda what, done: told.append(what))
     assert [digest for digest, _ in session.run(STATE)] == [digest for digest, _ in before]
     assert session.settings == result.present
     assert _failures(session) == failures
@@ -93,7 +93,7 @@ def test_what_trains_already_fits_whatever_is_predicted(
 def test_the_best_is_applied_and_foretold(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
     session.set(batch_size=2, accumulation_steps=16, checkpointing="blocks")
-    result = session.tune(seconds=6, knobs=["batch_size"])
+    result = session.tune(seconds=6 * slowness(), knobs=["batch_size"])
     result.apply()
     best = _best(result)
     assert session.settings == best.settings
