@@ -20,7 +20,7 @@ from gpumem_nb.shared import snapshot_folder, state_file
 from gpumem_nb.shared.errors import Interrupted, RankError, StartError, StateFileError
 from tests.cluster.test_save import losses
 from tests.cluster.test_snapshots import kill_a_rank, snapshots
-from tests.conftest import weights
+from tests.conftest import about, weights
 from tests.internals import COLLECT, LIVE, STEPS, snapshots_of
 from tests.timing import in_time
 
@@ -169,7 +169,7 @@ def test_a_whole_file_of_the_wrong_content_changes_nothing(
     bad += [payload | {"ranks": [torch.zeros(9, dtype=torch.uint8)] * 2}]
     bad += [payload | {"scaler": without(payload["scaler"], "scale")}, [1, 2], {"parameters": {"x": io.StringIO}}]
     session.run(COLLECT)
-    before = weights(session), session.settings, session.run(LIVE)
+    before, live = (weights(session), session.settings), session.run(LIVE)
     for content in bad:
         state_file.write(wrong, header, partial(torch.save, content))
         with pytest.raises(StateFileError, match="does not hold a training state") as caught:
@@ -178,7 +178,8 @@ def test_a_whole_file_of_the_wrong_content_changes_nothing(
     state_file.write(wrong, header, not_torchs)
     with pytest.raises(StateFileError, match="does not hold a training state"):
         session.resume(wrong)
-    assert (weights(session), session.settings, session.run(LIVE)) == before
+    assert (weights(session), session.settings) == before
+    assert session.run(LIVE) == about(live)
     assert session.train(1).steps == 1
 
 

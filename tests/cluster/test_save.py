@@ -230,11 +230,12 @@ def trained(two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path) -
     session.run(COLLECT)
 
     def everything() -> tuple[object, ...]:
-        return weights(session), session.settings, session.run(LIVE), session.run(MOMENTS), session.status().steps
+        return weights(session), session.settings, session.run(MOMENTS), session.status().steps
 
-    before = everything()
+    before, live = everything(), session.run(LIVE)
     yield session
     assert everything() == before
+    assert session.run(LIVE) == about(live)
     assert session.train(1).steps == 1
 
 
