@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from gpumem_nb.memory.leaks import holders
 from gpumem_nb.report.freed import leak_headline
 from gpumem_nb.session import Session
 from gpumem_nb.shared.messages import Leak
 from gpumem_nb.shared.workload import Workload
 from gpumem_nb.workloads.catalog import CATALOG
 from tests.tiers import every, first_tier
+from tests.timing import HANG_S
 
 pytestmark = pytest.mark.cluster
 
@@ -36,6 +39,17 @@ class Net(nn.Module):
 net = Net()
 rows = torch.utils.data.TensorDataset(torch.randn(256, 16))
 """
+
+
+SEARCH = f"setattr(__import__('sys').modules[{holders.__name__!r}], 'LONGEST_SEARCH_S', {{}})"
+
+
+@pytest.fixture(autouse=True)
+def long_search(two_ranks: Session) -> Iterator[None]:
+    """Who holds something is looked for as long as it takes: on a busy machine some seconds."""
+    two_ranks.run(SEARCH.format(HANG_S))
+    yield
+    two_ranks.run(SEARCH.format(holders.LONGEST_SEARCH_S))
 
 
 @dataclass(frozen=True)
