@@ -10,6 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 import gpumem_nb
 from gpumem_nb.cluster import ranks, watch
 from gpumem_nb.cluster.launchers import ipyparallel_cluster
+from gpumem_nb.kernel.questions import predicting
 from gpumem_nb.kernel.training import failures
 from tests.timing import patience
 
@@ -34,6 +35,8 @@ def enough_time() -> Iterator[None]:
             (watch, "VERDICT_TIMEOUT_S"),
             (ipyparallel_cluster, "EXIT_CODE_TIMEOUT_S"),
             (failures, "TIMEOUT_S"),
+            (predicting, "LONGEST_S"),
+            (predicting, "LONGEST_GUESSED_S"),
         ):
             patch.setattr(module, name, patience() * getattr(module, name))
         yield
