@@ -15,9 +15,12 @@ import pytest
 from ipywidgets.widgets import widget
 
 from gpumem_nb import session as session_module
-from gpumem_nb.cluster import resources
+from gpumem_nb.cluster import ranks, resources, watch
+from gpumem_nb.cluster.launchers import ipyparallel_cluster
 from gpumem_nb.cluster.ranks import Ranks
+from gpumem_nb.kernel.questions import predicting
 from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
+from gpumem_nb.kernel.training import failures
 from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.session import Session
 from gpumem_nb.shared import cluster_records
@@ -63,6 +66,19 @@ def predicted_by_small_steps(session: Session, knobs: dict[str, Any]) -> Predict
     predicting = session._life.cluster.predicting
     settings = predicting._checked(knobs)
     return predicting.by_small_steps(settings, [settings.batch_size])[0]
+
+
+def give_time(patch: pytest.MonkeyPatch, times: float) -> None:
+    """Let this process wait so many times as long as usual for what it goes on without."""
+    for module, name in (
+        (ranks, "INTERRUPT_TIMEOUT_S"),
+        (watch, "VERDICT_TIMEOUT_S"),
+        (ipyparallel_cluster, "EXIT_CODE_TIMEOUT_S"),
+        (failures, "TIMEOUT_S"),
+        (predicting, "LONGEST_S"),
+        (predicting, "LONGEST_GUESSED_S"),
+    ):
+        patch.setattr(module, name, times * getattr(module, name))
 
 
 # Processes and what they leave on disk --------------------------------------------------------------------------------

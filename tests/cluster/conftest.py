@@ -8,10 +8,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import gpumem_nb
-from gpumem_nb.cluster import ranks, watch
-from gpumem_nb.cluster.launchers import ipyparallel_cluster
-from gpumem_nb.kernel.questions import predicting
-from gpumem_nb.kernel.training import failures
+from tests import internals
 from tests.timing import patience
 
 
@@ -30,15 +27,7 @@ def _number_shared(item: pytest.Item) -> int:
 def enough_time() -> Iterator[None]:
     """What is said depends on what is known in time: on a busy machine that takes longer, for promises as well."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (
-            (ranks, "INTERRUPT_TIMEOUT_S"),
-            (watch, "VERDICT_TIMEOUT_S"),
-            (ipyparallel_cluster, "EXIT_CODE_TIMEOUT_S"),
-            (failures, "TIMEOUT_S"),
-            (predicting, "LONGEST_S"),
-            (predicting, "LONGEST_GUESSED_S"),
-        ):
-            patch.setattr(module, name, patience() * getattr(module, name))
+        internals.give_time(patch, patience())
         yield
 
 

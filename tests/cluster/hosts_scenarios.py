@@ -27,7 +27,7 @@ from tests.cluster.stop_button import PROMPT_S, Stop, asked
 from tests.cluster.two_hosts import ADDRESSES, left_on_b, on_b
 from tests.conftest import SMALL, weights
 from tests.internals import wait_for_steps
-from tests.timing import HANG_S, in_time
+from tests.timing import HANG_S, in_time, patience
 
 NOTICED_S = 3.0
 GONE_S = 10.0
@@ -218,7 +218,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ends_with_its_kernel() -> None:
-    kernel = subprocess.run([sys.executable, "-c", ORPHANING], stdout=subprocess.PIPE, text=True, timeout=60)
+    kernel = subprocess.run([sys.executable, "-c", ORPHANING], stdout=subprocess.PIPE, text=True, timeout=HANG_S)
     processes, paths = json.loads(kernel.stdout)
     assert left_on_b() or len(processes) >= 4
     nothing_is_left((tuple(Identity(*who) for who in processes), [*map(Path, paths)]), within_s=GONE_S)
@@ -226,4 +226,6 @@ def ends_with_its_kernel() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    globals()[sys.argv[1]]()
+    with pytest.MonkeyPatch.context() as patch_of_all:
+        internals.give_time(patch_of_all, patience())
+        globals()[sys.argv[1]]()
