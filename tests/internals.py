@@ -18,9 +18,10 @@ from gpumem_nb import session as session_module
 from gpumem_nb.cluster import ranks, resources, watch
 from gpumem_nb.cluster.launchers import ipyparallel_cluster
 from gpumem_nb.cluster.ranks import Ranks
+from gpumem_nb.kernel import foreground
 from gpumem_nb.kernel.questions import predicting
 from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
-from gpumem_nb.kernel.training import failures
+from gpumem_nb.kernel.training import failures, stalls
 from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.session import Session
 from gpumem_nb.shared import cluster_records
@@ -72,6 +73,10 @@ def give_time(patch: pytest.MonkeyPatch, times: float) -> None:
     """Let this process wait so many times as long as usual for what it goes on without."""
     for module, name in (
         (ranks, "INTERRUPT_TIMEOUT_S"),
+        (ranks, "REJOIN_TIMEOUT_S"),
+        (foreground, "_OUTPUT_TIMEOUT_S"),
+        (foreground, "_AHEAD_TIMEOUT_S"),
+        (stalls, "LATE_TIMEOUT_S"),
         (watch, "VERDICT_TIMEOUT_S"),
         (ipyparallel_cluster, "EXIT_CODE_TIMEOUT_S"),
         (failures, "TIMEOUT_S"),

@@ -27,6 +27,7 @@ RESUMING = "gpumem_nb resuming"
 _BUSY_OTHERWISE = "Interrupted. The ranks are doing something else, which goes on{}. To end that: %hvd_restart"
 _BEGUN_S = 0.1  # for what had to wait for steps: it may be over in a moment, and the ranks in the next step
 _AHEAD_TIMEOUT_S = 0.8  # for steps that come before what is interrupted, and end at the next one; a busy machine's too
+_OUTPUT_TIMEOUT_S = 1.0  # for the last output of a rank, which may come after its answer
 
 
 class Followed:
@@ -250,7 +251,7 @@ class Foreground:
     def _wait_for(self, call: Call, timeout: float | None, show: Callable[[Call], None]) -> None:
         for finished in call.slices(timeout):
             if finished:
-                call.settle(1.0)
+                call.settle(_OUTPUT_TIMEOUT_S)
             show(call)
             if told := self._told.get(threading.get_ident()):
                 told(report.text if (report := self.wait_report) else "", 0.0)

@@ -317,6 +317,7 @@ def test_figures_are_shown_without_being_asked_for(two_ranks: Session) -> None:
         "def flush(): display({'text/plain': 'a figure'}, raw=True)\n"
         "get_ipython().events.register('post_execute', flush)"  # as matplotlib's inline backend does
     )
-    shown = two_ranks.run_cell("figure = 1").displays()
+    call = two_ranks.run_cell("figure = 1")
+    call.settle(HANG_S)
     two_ranks.run("get_ipython().events.unregister('post_execute', flush)")
-    assert shown == [[{"text/plain": "a figure"}]] * 2
+    assert call.displays() == [[{"text/plain": "a figure"}]] * 2
