@@ -252,7 +252,8 @@ class Tracer:
             if begun and self._folder:
                 with self._noting_problems("torch's profiler could not end"):
                     profiler.stop()
-                    self._zero_ns = time.time_ns() - time.perf_counter_ns()
+                    # A process that is paused between the two finds less than there is.
+                    self._zero_ns = max(time.time_ns() - time.perf_counter_ns() for _ in range(5))
                     profiler.export_chrome_trace(str(self._folder / "torch.json"))
 
     @contextmanager

@@ -143,7 +143,8 @@ hvd.shutdown()
 hvd.init()
 assert file.read_text() == text, "it goes on after its end"
 assert len(os.listdir("/proc/self/task")) == threads, "a thread is left"
-found = list(internals.read_timeline(text, 1e6 * (time.time() - time.perf_counter())))
+zero_s = max(time.time() - time.perf_counter() for _ in range(5))  # it may be paused between the two
+found = list(internals.read_timeline(text, 1e6 * zero_s))
 assert {one.tensor for one in found} == {f"grouped_allreduce.both_{number}of2" for number in (1, 2)}, found
 assert {"NEGOTIATE_ALLREDUCE", "rank 0 is ready", "ALLREDUCE"} <= {one.name for one in found}, found
 assert all(began_us - 100 < one.began_us <= one.ended_us < ended_us + 100 for one in found), (began_us, found, ended_us)
