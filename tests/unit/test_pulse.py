@@ -55,7 +55,7 @@ class Rank:
 
 
 class Clock:
-    """In place of the module ``time``; it stands still, and nobody sleeps."""
+    """In place of the module ``time``: it stands still, and sleeping takes no time."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
