@@ -9,6 +9,7 @@ import pytest
 from gpumem_nb.session import Session
 from tests.cluster import faults, trouble
 from tests.cluster.faults import FAULTS, Fault
+from tests.cluster.test_snapshots import snapshots
 from tests.tiers import first_tier
 from tests.timing import in_time
 
@@ -29,6 +30,7 @@ def test_fault(two_ranks: Session, fault: Fault, situation: str) -> None:
     session = trouble.prepared(two_ranks)
     session.set(stall_limit_s=faults.STALL_LIMIT_S if fault.stalls else 30, snapshot_steps=2)
     session.train(3)
+    snapshots(session)  # is one, once it is written, which other programs may delay: the ranks may die at once
     incident, _ = faults.endure(session, fault, situation)
     assert in_time(incident.took_s, fault.within_s)
     if situation == "flip" and fault.ends != "survived":
