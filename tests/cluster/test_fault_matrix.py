@@ -28,9 +28,11 @@ ALL = [(fault, SITUATIONS[(turn + index) % 4]) for turn in range(4) for index, f
 )
 def test_fault(two_ranks: Session, fault: Fault, situation: str) -> None:
     session = trouble.prepared(two_ranks)
-    session.set(stall_limit_s=faults.STALL_LIMIT_S if fault.stalls else 30, snapshot_steps=2)
+    session.set(stall_limit_s=30, snapshot_steps=2)
     session.train(3)
     snapshots(session)  # is one, once it is written, which other programs may delay: the ranks may die at once
+    if fault.stalls:
+        session.set(stall_limit_s=faults.STALL_LIMIT_S)
     incident, _ = faults.endure(session, fault, situation)
     assert in_time(incident.took_s, fault.within_s)
     if situation == "flip" and fault.ends != "survived":
