@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from gpumem_nb.engine.data import sizes
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.sizes import Longest
 from gpumem_nb.engine.data.stream import ShardedStream
@@ -23,6 +25,7 @@ from gpumem_nb.shared.forecast import RECORDED, VARYING, Forecast, Forecasts
 from gpumem_nb.shared.messages import Failure, Reading
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import DataInfo, Workload
+from tests.timing import HANG_S
 from tests.unit.test_one_rank import alone as alone  # a fixture
 
 MIB = 2**20
@@ -30,6 +33,12 @@ LIMIT = 1000 * MIB
 READING = Reading(0, 0, 0, 0, None, LIMIT)
 LENGTHS = [16 + 7 * index % 48 for index in range(400)]
 LENGTHS[333] = 6000
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is held up sees fewer samples in a third of a second."""
+    monkeypatch.setattr(sizes, "_LOOKED_AT_S", HANG_S)
 
 
 class Texts(Dataset[Tensor]):
