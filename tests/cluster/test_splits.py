@@ -6,6 +6,7 @@ import pytest
 
 from gpumem_nb.session import Session
 from tests.tiers import every, first_tier
+from tests.timing import slowness
 
 pytestmark = pytest.mark.cluster
 
@@ -41,7 +42,7 @@ def attached(session: Session, body: str) -> Session:
 def test_a_loss_that_is_not_a_mean_over_samples_is_noticed(two_ranks: Session, body: str) -> None:
     session = attached(two_ranks, body)
     assert "changes the mathematics (batch_size: the gradient of a micro-batch" in str(session.predict(**SPLIT))
-    tuned = session.tune(seconds=5)
+    tuned = session.tune(seconds=5 * slowness())
     assert {one.settings.batch_size for one in tuned.looked_at} == {8}, "it keeps the mathematics"
 
 
