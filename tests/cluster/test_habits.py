@@ -263,10 +263,11 @@ def test_a_defining_cell_that_runs_again_without_attach_is_told_at_once(two_rank
     attached(two_ranks, NET).train(1)
 
     def said_by(cell: str) -> list[str]:
-        before = len(two_ranks.history.events)
+        since_s = two_ranks.history.now_s()
         call = two_ranks.run_cell(cell)
         call.settle(HANG_S)  # what is printed may come after the answer
-        notes = [event.text for event in list(two_ranks.history.events)[before:] if "attach again" in event.text]
+        events = [event for event in list(two_ranks.history.events) if event.time_s >= since_s]  # only so many are kept
+        notes = [event.text for event in events if "attach again" in event.text]
         assert all(output.count("attach again") == len(notes) for output in call.outputs())
         return notes
 
