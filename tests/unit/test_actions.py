@@ -30,9 +30,9 @@ def test_actions_are_done_in_order_and_refusals_are_told() -> None:
 
 def test_its_thread_ends_with_what_was_asked_for_and_another_start_begins_anew() -> None:
     told: list[str] = []
-    actions = Actions("test", told.append, lambda: None)
+    actions = Actions("anew", told.append, lambda: None)
     actions.start()
-    [thread] = [one for one in threading.enumerate() if one.name == "gpumem_nb panel test"]
+    [thread] = [one for one in threading.enumerate() if one.name == "gpumem_nb panel anew"]
     actions.submit(lambda: told.append("before"))
     actions.close()
     thread.join(HANG_S)
