@@ -70,7 +70,7 @@ def predicted_by_small_steps(session: Session, knobs: dict[str, Any]) -> Predict
 
 
 def give_time(patch: pytest.MonkeyPatch, times: float) -> None:
-    """Let this process wait so many times as long as usual for what it goes on without."""
+    """Multiply the time limits after which this process goes on without an answer."""
     for module, name in (
         (ranks, "INTERRUPT_TIMEOUT_S"),
         (ranks, "REJOIN_TIMEOUT_S"),

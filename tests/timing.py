@@ -80,9 +80,9 @@ def slowness() -> float:
 
 
 def patience() -> float:
-    """How many times as long as promised something may take: the first tier tells late answers from none at all.
+    """Return how many times as long as promised something may take.
 
-    It runs on machines that others use too, where how slow one is right now says little of how slow it was just before.
+    The first tier runs on machines that other programs use: how slow one is now says little about a moment ago.
     """
     return float(os.environ.get(PATIENCE, "1"))
 

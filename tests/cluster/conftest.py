@@ -25,7 +25,7 @@ def _number_shared(item: pytest.Item) -> int:
 
 @pytest.fixture(autouse=True, scope="session")
 def enough_time() -> Iterator[None]:
-    """What is said depends on what is known in time: on a busy machine that takes longer, for promises as well."""
+    """On a busy machine ranks and their launcher answer later, and messages depend on answers that come in time."""
     with pytest.MonkeyPatch.context() as patch:
         internals.give_time(patch, patience())
         yield

@@ -232,7 +232,7 @@ class Incident:
 
     @contextmanager
     def _meeting(self) -> Iterator[str]:
-        """Code for the ranks, with which they tell that they linger, and do so until the fault has struck."""
+        """Yield the code with which ranks say that they linger; they do until the fault has struck."""
         with TemporaryDirectory() as folder:
             self._begun, self._struck = Path(folder) / "begun", Path(folder) / "struck"
             yield f"begun, struck = {str(self._begun)!r}, {str(self._struck)!r}"

@@ -64,7 +64,7 @@ def test_what_is_planted_is_found_first(patient: Session, name: str) -> None:
 def test_nothing_is_found_in_a_healthy_session(patient: Session, name: str) -> None:
     healthy(patient, name)
     found = patient.doctor()
-    wrong = [one for one in own(found) if one.level != TIME or patience() == 1]  # others may slow a rank down, too
+    wrong = [one for one in own(found) if one.level != TIME or patience() == 1]  # other programs may slow a rank down
     assert wrong == [], found
 
 

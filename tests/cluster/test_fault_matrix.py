@@ -30,7 +30,7 @@ def test_fault(two_ranks: Session, fault: Fault, situation: str) -> None:
     session = trouble.prepared(two_ranks)
     session.set(stall_limit_s=30, snapshot_steps=2)
     session.train(3)
-    snapshots(session)  # is one, once it is written, which other programs may delay: the ranks may die at once
+    snapshots(session)  # waits until one is written: the ranks may die at once
     if fault.stalls:
         session.set(stall_limit_s=faults.STALL_LIMIT_S)
     incident, _ = faults.endure(session, fault, situation)
