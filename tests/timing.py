@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import TypeVar
 
@@ -55,17 +56,24 @@ def until(found: Callable[[], T], otherwise: Callable[[], object] = lambda: "it 
     return it
 
 
-def press_inside(code: CodeType) -> threading.Thread:
-    """Return a thread that presses stop once the main thread is inside of this code."""
-    main = threading.main_thread().ident or 0
+@contextmanager
+def stop_pressed_in(code: CodeType) -> Iterator[None]:
+    """Inside, stop is pressed once the main thread is in this code."""
+    main, over = threading.main_thread().ident or 0, threading.Event()
 
     def press() -> None:
-        until(lambda: code in [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames()[main])])
-        signal.pthread_kill(main, signal.SIGINT)
+        while not over.wait(0.01):
+            if code in [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames()[main])]:
+                signal.pthread_kill(main, signal.SIGINT)
+                return
 
-    thread = threading.Thread(target=press)
-    thread.start()
-    return thread
+    presses = threading.Thread(target=press)
+    presses.start()
+    try:
+        yield
+    finally:
+        over.set()
+        presses.join()
 
 
 def slowness() -> float:

@@ -9,6 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import gpumem_nb
 from tests import internals
+from tests.cluster.stop_button import Stop
 from tests.timing import patience
 
 
@@ -29,6 +30,13 @@ def enough_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         internals.give_time(patch, patience())
         yield
+
+
+@pytest.fixture(autouse=True)
+def stop_is_pressed_in_its_own_test() -> Iterator[None]:
+    """What a test that failed has left must not press stop in the next one."""
+    yield
+    Stop.give_up()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, P
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.forecast import DryAnswer, DryRun
 from tests.published import rows as published
-from tests.timing import press_inside
+from tests.timing import stop_pressed_in
 from tests.unit.dry_runs import apart
 
 pytestmark = pytest.mark.usefixtures("dry_runs_forked")
@@ -209,10 +209,8 @@ def test_a_process_that_dies_is_a_sentence() -> None:
 
 def test_an_interrupt_leaves_no_process() -> None:
     before = set(psutil.Process().children())
-    presses = press_inside(dry_process._ends_in_time.__code__)
-    with apart(), pytest.raises(KeyboardInterrupt):
+    with apart(), pytest.raises(KeyboardInterrupt), stop_pressed_in(dry_process._ends_in_time.__code__):
         gm.predict(workload(lambda: time.sleep(60)))
-    presses.join()
     assert set(psutil.Process().children()) <= before
 
 

@@ -19,7 +19,7 @@ from gpumem_nb.kernel.loading import Loading
 from gpumem_nb.kernel.origin import Origin
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import Interrupted, RankError
-from tests.timing import HANG_S, press_inside
+from tests.timing import HANG_S, stop_pressed_in
 
 
 def press(*_: object) -> None:
@@ -38,10 +38,8 @@ def test_a_second_interrupt_does_not_make_unfinished_work_pass_for_finished() ->
             (let_finish, ("slow work",)),
         ]
         for wait, arguments in waits:
-            presses = press_inside(wait.__code__)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt), stop_pressed_in(wait.__code__):
                 wait(*arguments)
-            presses.join()
         threading.Timer(0.3, go_on.set).start()
         let_finish("slow work")
         assert go_on.is_set()
