@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from gpumem_nb.engine import building, cells
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
 from gpumem_nb.engine.link.signals import held_back, take_over
+from gpumem_nb.engine.step.ballot import NUMBERS
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.step.trials import NO_CONFIGURATION
 from gpumem_nb.memory.device import Device, opened
@@ -350,3 +353,22 @@ def test_groups_that_a_cell_has_broken_are_refused_and_can_be_left(trainer: Trai
     assert failure is not None
     assert re.search("learning rate of the optimizer's group 0 is None|no weights left to train", failure.message)
     trainer.close()
+
+
+def test_what_a_rank_that_failed_has_sent_is_not_blamed_on_the_gradients_of_others(
+    device: Device, alone: Overheard
+) -> None:
+    def other_failed(name: str, tensors: Any) -> None:
+        for tensor in tensors:
+            if tensor.numel() > NUMBERS and tensor.dim() == 1 and tensor.dtype is torch.float32 and tensor[0] == 0:
+                tensor[0] = 1
+            elif name.startswith("gpumem_nb.bucket"):
+                tensor.fill_(math.inf)
+
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    trainer = Trainer(Workload("net", lambda: net, rows, loss), stream(), device, time.time())
+    alone.on_send, before = other_failed, weights(trainer)
+    reply = trainer.run(Chunk(Settings(batch_size=2, bucket_mib=0.00001), 1, 1))
+    assert reply.failure is None
+    assert [sample.step for sample in reply.samples] == [0]
+    assert all(map(torch.equal, weights(trainer), before))

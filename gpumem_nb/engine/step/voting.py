@@ -130,7 +130,8 @@ class Voting:
         self._agreed = compared and not (votes.compare or votes.differ)
         if votes.nonfinite and failure is None and loss is not None:
             bad_loss = None if loss.isfinite() else nonfinite_loss(self._rank, loss)
-            failure = bad_loss or (norms.failure(self._rank, self._live.parts) if norms else None)
+            told = norms is not None and not votes.failed  # a rank that failed sends whatever its memory holds
+            failure = bad_loss or (norms.failure(self._rank, self._live.parts) if norms and told else None)
         elif self._config.compressed and here().size > 1 and not (votes.failed or votes.nonfinite or votes.unsure):
             failure = self._overflow()
             votes = replace(votes, nonfinite=failure is not None)
