@@ -6,7 +6,8 @@ import copy
 import functools
 import random
 import time
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -367,3 +368,25 @@ def test_a_large_tensor_that_was_made_in_inference_mode_is_put_back() -> None:
     assert trainer.run(Chunk(settings, 1, 2)).failure is None
     assert trainer.trials.forecast(settings, [2], [2], 0).failure is None
     assert (net.calls, net.large[0].item()) == (2, 1)
+
+
+class Made(OrderedDict[str, Any]):
+    """Gives a new object for each class that it holds, as Hugging Face's table of activations."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Squares(list[int]):
+    def __iter__(self) -> Iterator[int]:
+        return (number * number for number in range(3))
+
+
+@pytest.mark.parametrize(("kept", "held"), [(Made(a=nn.ReLU), dict.values), (Squares([5]), list.copy)])
+def test_of_containers_that_give_other_things_what_they_hold_is_put_back(kept: Any, held: Callable[[Any], Any]) -> None:
+    net = nn.Linear(2, 2)
+    cast(Any, net).kept = kept
+    undo, before = ForwardUndo(ForwardState([net], loss)), list(held(kept))
+    kept.update(b=nn.GELU) if isinstance(kept, dict) else kept.append(1)
+    undo.undo()
+    assert list(held(kept)) == before

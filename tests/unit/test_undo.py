@@ -91,9 +91,10 @@ class Net(nn.Module):
         return cast(Tensor, self.linear(x))
 
 
-class Refusing(dict[str, int]):
-    def clear(self) -> None:
-        raise RuntimeError("not to be emptied")
+def lock(array: Any) -> None:  # so that it cannot be put back
+    array.setflags(write=True)
+    array += 1
+    array.setflags(write=False)
 
 
 def call(net: Net) -> None:
@@ -215,16 +216,16 @@ def test_a_container_that_is_bound_anew_between_steps_is_put_back(steps_before: 
 def test_what_did_not_change_is_not_touched_and_what_raises_stops_nothing_else() -> None:
     def change(net: Any) -> None:
         net.calls += 1
-        net.refusing["n"] = 1
+        lock(net.array)
         net.last += 1
 
-    net: Any = Net(change, config=Frozen(), touchy=Touchy(), calls=0, refusing=Refusing(), last=0)
+    net: Any = Net(change, config=Frozen(), touchy=Touchy(), calls=0, array=np.zeros(1), last=0)
     net.norm = nn.BatchNorm1d(WIDTH)
     undo = ForwardUndo(ForwardState([net], loss))
     random = torch.get_rng_state()
     call(net)
     net.norm(torch.randn(3, WIDTH))
-    with pytest.raises(RuntimeError, match="not to be emptied"):
+    with pytest.raises(ValueError, match="read-only"):
         undo.undo()
     assert (net.calls, net.last, net.norm.running_mean.tolist()) == (0, 0, [0.0] * WIDTH)
     assert torch.equal(torch.get_rng_state(), random)
@@ -233,10 +234,10 @@ def test_what_did_not_change_is_not_touched_and_what_raises_stops_nothing_else()
 @pytest.mark.usefixtures("alone")
 def test_a_step_that_could_not_be_put_back_as_a_whole_is_told_of_and_leaves_the_weights() -> None:
     def change(net: Any) -> None:
-        net.refusing["n"] = 1
+        lock(cast(Any, net).array)
 
-    net = Net(change, refusing=Refusing())
-    trainer = Trainer(Workload("refusing", lambda: net, rows, loss), stream(), opened(), time.time())
+    net = Net(change, array=np.zeros(1))
+    trainer = Trainer(Workload("locking", lambda: net, rows, loss), stream(), opened(), time.time())
     settings = Settings(batch_size=2)
     before = [param.detach().clone() for param in net.parameters()]
     assert tried(trainer, settings.replace(batch_size=4)) is None
@@ -244,7 +245,7 @@ def test_a_step_that_could_not_be_put_back_as_a_whole_is_told_of_and_leaves_the_
     reply = trainer.run(Chunk(settings, 2, 1))
     assert reply.failure is not None
     assert "could not all be put back" in reply.failure.message
-    assert "not to be emptied" in reply.failure.message
+    assert "read-only" in reply.failure.message
     assert trainer.run(Chunk(settings, 3, 1)).failure is None
 
 

@@ -20,8 +20,9 @@ from .. import cells
 from ..copies import refill
 from ..random_state import RandomState
 from ..undo.changing import Changing, Key, can_be_filled
+from ..undo.places import Holding, elements_of, given
 from ..undo.python_state import PythonSnapshot, PythonState
-from ..undo.reachable import PLAIN, Holding, elements_of, given
+from ..undo.reachable import PLAIN
 
 OTHERWISE = "Use checkpointing=none, or make the block depend on nothing but its inputs."
 SOMETHING_ELSE = "run a second time it did something else than the first time"

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..copies import same
 from .changing import Key, can_be_filled
-from .reachable import GONE, SCALARS, Holding, Items, Names, Reachable, elements_of
+from .places import GONE, Holding, Items, Names, elements_of
+from .reachable import SCALARS, Reachable
 
 Hold = Callable[[Any], Any]
 """What to hold of a tensor or a tuple: itself, or a :class:`Holding`."""

@@ -9,10 +9,8 @@ import random
 import sys
 import sysconfig
 from argparse import Namespace
-from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from operator import is_
+from collections import ChainMap, UserDict, UserList
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -32,8 +30,8 @@ from ...internals.torch_internals import (
     weights_by_name,
 )
 from .changing import SMALL_BYTES, Key
+from .places import CONTAINERS, Items, Names, elements_of
 
-CONTAINERS = (dict, list, set, deque)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
@@ -52,90 +50,6 @@ _DEPTH, _OBJECT, _CONTAINER = 27, 7, 1  # so three objects deep, and six contain
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 _CLOSED = frozenset({"torch", "numpy", "horovod", "IPython", "ipykernel", "gpumem_nb"}) | sys.stdlib_module_names
 _OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
-GONE = (LookupError, ValueError, AttributeError)
-"""Raised when a place is not there any more."""
-
-
-class Holding:
-    """Stands for a value that is held in another form."""
-
-    __slots__ = ()
-
-    def get(self) -> Any:
-        """Give the value."""
-        raise NotImplementedError
-
-
-class Names:
-    """Some names of a mapping; of a ``whole`` one others that come are dropped, but for those that are ``left``."""
-
-    def __init__(self, mapping: Any, names: Iterable[str], of: int, left: frozenset[str] | None = None) -> None:
-        self.names, self.key = tuple(names), (of, "")
-        self._mapping, self._left = mapping, left
-        self._size = 0 if left is None else len(mapping)
-
-    def read(self) -> tuple[Any, ...]:
-        """Return what the names are bound to; raise one of ``GONE`` if there are others."""
-        if self._left is not None and len(self._mapping) != self._size:
-            raise KeyError
-        return tuple(map(self._mapping.__getitem__, self.names))
-
-    def put_back(self, values: tuple[Any, ...]) -> Iterator[Callable[[], Any]]:
-        """Yield what binds them as they were, one after the other."""
-        try:
-            if all(map(is_, self.read(), values)):
-                return
-        except GONE:
-            pass
-        for name, value in zip(self.names, values, strict=True):
-            if not self._is_bound(name, value):
-                yield partial(self._bind, name, value)
-        if self._left is not None:
-            new = self._mapping.keys() - set(self.names) - self._left
-            yield from (partial(self._mapping.pop, name) for name in new)
-
-    def _is_bound(self, name: str, value: Any) -> bool:
-        try:
-            return self._mapping[name] is value
-        except GONE:
-            return False
-
-    def _bind(self, name: str, value: Any) -> None:
-        self._mapping[name] = given(value)
-
-
-class Items:
-    """What one container holds; ``names`` of its elements are their places."""
-
-    names: Iterable[Any] = range(sys.maxsize)
-
-    def __init__(self, container: Any, key: Key) -> None:
-        self.key, self._container = key, container
-
-    def read(self) -> Any:
-        """Return a copy of it, as a dict or a list."""
-        return dict(self._container) if isinstance(self._container, dict) else list(self._container)
-
-    def put_back(self, items: Any) -> Iterator[Callable[[], Any]]:
-        """Yield what fills it as it was, if it is not."""
-        yield partial(self._fill, items)
-
-    def _fill(self, items: Any) -> None:
-        now = self.read()
-        if isinstance(self._container, set):
-            same = self._container == set(items)
-        else:
-            same = len(now) == len(items) and all(map(is_, _flat(now), _flat(items)))
-        if same:
-            return
-        self._container.clear()
-        if isinstance(items, dict):
-            for key, value in items.items():
-                self._container[key] = given(value)
-        elif isinstance(self._container, set):
-            self._container.update(map(given, items))
-        else:
-            self._container.extend(map(given, items))
 
 
 class Reachable:
@@ -312,20 +226,6 @@ def _used(code: CodeType) -> tuple[list[str], list[str]]:
     inner = [_used(one) for one in code.co_consts if isinstance(one, CodeType)]
     names = set(code.co_names)
     return sorted(variables.union(*(one for one, _ in inner))), sorted(names.union(*(one for _, one in inner)))
-
-
-def elements_of(container: Any) -> Any:
-    """Return the values of a dict, or what else a container holds."""
-    return container.values() if isinstance(container, dict) else container
-
-
-def _flat(items: Any) -> Any:
-    return (*items, *items.values()) if isinstance(items, dict) else items
-
-
-def given(value: Any) -> Any:
-    """Give the value of which that was held."""
-    return value.get() if isinstance(value, Holding) else value
 
 
 class _Cell:

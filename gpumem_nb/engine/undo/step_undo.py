@@ -18,8 +18,9 @@ from .. import cells
 from ..copies import Layout, Shelf, host_copy, quick_checksum, refill, same
 from ..random_state import RandomState
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
+from .places import Holding
 from .python_state import PythonSnapshot, PythonState, each
-from .reachable import Holding, Reachable
+from .reachable import Reachable
 
 _LARGEST_BYTES = 2**20  # of a tensor that is neither a buffer nor a weight, to be copied before it was seen to change
 
