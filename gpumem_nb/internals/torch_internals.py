@@ -11,7 +11,9 @@
   and ``_sequence_nr`` of nodes (which of them it has come to), the stack of saved-tensor hooks,
   ``saved_tensors_hooks.__enter__`` (autograd asks the innermost hooks only), and that ``torch.func`` looks up
   ``disable_saved_tensors_hooks`` when it needs it.
-- Dispatch modes: ``TorchDispatchMode`` and the stack of them. Autocast's depth and cache.
+- Dispatch modes: ``TorchDispatchMode`` and the stack of them, and an operator's ``_schema``. Autocast's depth and
+  cache, and which operators it has
+  rules for (``_dispatch_has_kernel_for_dispatch_key``).
 - Optimizers: the dicts of step hooks, of one optimizer and of all (to hold hooks back and run them later),
   ``_step_supports_amp_scaling`` (whether a gradient scaler hands its scale to a fused kernel), and the attributes in
   which it does so.
@@ -262,6 +264,20 @@ def leave_autocast() -> None:
     for _ in range(torch.autocast_increment_nesting()):
         torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
+
+
+def written(operator: Any, args: Sequence[Any]) -> list[Any]:
+    """Return which of the arguments of a call an operator writes into."""
+    told = [argument.alias_info for argument in operator._schema.arguments]
+    return [given for given, alias in zip(args, told, strict=False) if alias is not None and alias.is_write]
+
+
+def cast_on_cpu_alone() -> list[str]:
+    """Return the names of operators for which autocast has a rule on the CPU and none on CUDA, without ``aten::``."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    on_cpu = (name for name in names if has(name, "AutocastCPU") and not has(name, "AutocastCUDA"))
+    return [name.removeprefix("aten::") for name in on_cpu]
 
 
 def without_autocast_on_cpu() -> AbstractContextManager[Any]:

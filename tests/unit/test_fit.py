@@ -13,6 +13,7 @@ from gpumem_nb.planning.fit import (
     fits,
     largest,
     of_ranks,
+    predicted,
     settled,
     verdict,
     with_longest,
@@ -21,7 +22,16 @@ from gpumem_nb.planning.fit import (
 )
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
 from gpumem_nb.shared.categories import ACTIVATIONS
-from gpumem_nb.shared.forecast import BY_PEAKS, RECORDED, Forecast, Forecasts
+from gpumem_nb.shared.forecast import (
+    BY_PEAKS,
+    DRY,
+    DRY_CONVOLUTIONS,
+    DRY_RECURRENT,
+    RECORDED,
+    SCALED,
+    Forecast,
+    Forecasts,
+)
 from gpumem_nb.shared.messages import Failure, Reading
 from gpumem_nb.shared.settings import Settings
 
@@ -48,6 +58,27 @@ def test_a_step_fits_only_where_it_does_in_any_layout_of_the_cache() -> None:
     assert verdict(90, 99, 100, fits=True) == FITS
     assert verdict(90, 99, 100, fits=True, fits_recut=False) == TIGHT
     assert verdict(101, 120, 100, fits=False) == DOES_NOT_FIT
+
+
+@pytest.mark.parametrize(
+    ("live_mib", "finds_room", "how", "word"),
+    [
+        (950, True, DRY, FITS),
+        (950, False, DRY, TIGHT),  # in pieces
+        (950, False, DRY_CONVOLUTIONS, FITS),  # with smaller workspaces
+        (970, True, DRY, TIGHT),
+        (1030, False, DRY, TIGHT),
+        (1050, False, DRY, DOES_NOT_FIT),
+        (960, True, DRY_RECURRENT, TIGHT),
+        (960, True, SCALED, DOES_NOT_FIT),
+    ],
+)
+def test_without_ranks_live_bytes_decide(live_mib: int, finds_room: bool, how: str, word: str) -> None:
+    size, reserved = live_mib * MIB, round(1.3 * live_mib * MIB)
+    one = Forecast(size, reserved, finds_room and how != SCALED, {ACTIVATIONS: size}, "forward", "net", how)
+    found = predicted(one, Settings(), LIMIT, None, "by hand", 0.1)
+    assert found.verdict == word
+    assert found.low_bytes <= reserved <= found.high_bytes
 
 
 def test_a_rank_that_ran_out_tells_a_lower_bound_that_is_shown_as_one() -> None:

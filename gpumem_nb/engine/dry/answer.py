@@ -7,6 +7,7 @@ import pickle
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -20,9 +21,7 @@ from ...shared.errors import GpumemError, InvalidInput, WorkloadError, text_of
 from ...shared.forecast import (
     DRY,
     DRY_CONVOLUTIONS,
-    DRY_CONVOLUTIONS_UNMEASURED,
     DRY_RECURRENT,
-    DRY_UNMEASURED,
     MOST_BATCH,
     ON_CPU,
     SCALED,
@@ -253,23 +252,25 @@ class _Run:
 
     def _largest(self, asked: Target, limit: int) -> int:
         def needs(size: int, stepped: bool = False) -> int:
-            found = self._forecast(asked, size, None, stepped)
-            return round(found.reserved_peak_bytes * (1 + found.error)) + asked.limit_error_bytes
+            return self._forecast(asked, size, None, stepped).deciding_bytes[1] + asked.limit_error_bytes
+
+        def fits(size: int, stepped: bool = False) -> bool:
+            return needs(size, stepped) <= limit and self._forecast(asked, size, limit, stepped).finds_room
 
         sizes = self._begin, 2 * self._begin
         first, second = map(needs, sizes)
         guess = self._begin + (limit - first) // max(1, (second - first) // self._begin)
-        size = _last(lambda size: needs(size) <= limit, min(max(1, guess), MOST_BATCH))
+        size = _last(fits, min(max(1, guess), MOST_BATCH))
         if size <= self._line_holds_to or self._with_memory:
             return size
         expected, real = needs(size), needs(size, stepped=True)
-        if real <= limit:
+        if fits(size, stepped=True):
             self._line_holds_to = size if real == expected else self._line_holds_to
             return size
         # Some of it does not lie on a line, such as what grows with the square of the batch.
         roots = np.roots(np.polyfit((*sizes, size), (first - limit, second - limit, real - limit), 2))
         guess = int(max(roots.real, default=1))
-        return _last(lambda size: needs(size, stepped=True) <= limit, min(max(1, guess), size))
+        return _last(partial(fits, stepped=True), min(max(1, guess), size))
 
     def _forecast(self, asked: Target, batch_size: int, limit: int | None, stepped: bool = False) -> Forecast:
         """Of a step of this size, which is taken if it is to be ``stepped``, or does not follow from others."""
@@ -319,10 +320,8 @@ class _Run:
             self._certainty = VARYING
         elif step.recurs:
             self._certainty = DRY_RECURRENT
-        elif step.as_measured:
-            self._certainty = DRY_CONVOLUTIONS if step.convolves else DRY
         else:
-            self._certainty = DRY_CONVOLUTIONS_UNMEASURED if step.convolves else DRY_UNMEASURED
+            self._certainty = DRY_CONVOLUTIONS if step.convolves else DRY
 
     @property
     def _phase(self) -> str:

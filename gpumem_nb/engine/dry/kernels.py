@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...internals.torch_internals import without_autocast_on_cpu
+from ...internals.torch_internals import cast_on_cpu_alone, without_autocast_on_cpu
 from ...shared.forecast import Kernels
+from . import recurrent
 
 _aten = torch.ops.aten
 _LARGEST_FLASH_HEAD = 256
@@ -40,7 +41,7 @@ def install(kernels: Kernels, fake: bool) -> Any:
         "scaled_dot_product_attention": _attention(kernels, fake),
     }
     if fake:
-        rules["lstm.input"] = _lstm
+        rules.update(recurrent.rules())
     if fake and hasattr(_aten, "_fused_rms_norm"):  # since torch 2.9
         rules["rms_norm"] = _rms_norm
     for name, rule in rules.items():
@@ -74,9 +75,11 @@ def _attention(kernels: Kernels, fake: bool) -> Callable[..., Tensor]:
     """Attention by the kernel that torch takes: ATen/native/transformers/cuda/sdp_utils.cpp.
 
     Flash for 16-bit types from compute capability 8.0 on, without a mask; else the memory-efficient one, which takes
-    masks and dropout. Neither keeps an S × S matrix, nor does cuDNN's, which comes first from 9.0 on and keeps what
-    flash keeps. What none of them takes is computed by the plain formula, which does. Flash alone takes fewer heads of
-    keys and values than of queries as they are (check_batch_size_and_num_heads_dense); the formula repeats them.
+    masks and dropout. Both want the numbers of a row side by side, those of a mask too, which a bias that was looked up
+    and turned has not (check_last_dim_stride_equals_1_dense). Neither keeps an S × S matrix, nor does cuDNN's, which
+    comes first from 9.0 on and keeps what flash keeps. What none of them takes is computed by the plain formula, which
+    does. Flash alone takes fewer heads of keys and values than of queries as they are
+    (check_batch_size_and_num_heads_dense); the formula repeats them.
     """
 
     def attention(
@@ -111,7 +114,9 @@ def _attention(kernels: Kernels, fake: bool) -> Callable[..., Tensor]:
             return out[..., :head] if head % _FLASH_HEAD_MULTIPLE else out  # type: ignore[no-any-return]
         learned_mask = attn_mask is not None and attn_mask.requires_grad
         can_be_real = one_head and not learned_mask
-        if grouped or not fitting or not (fake or can_be_real) or not _efficient(query, key, value, kernels.ampere):
+        in_rows = all(part.stride(-1) == 1 for part in (query, key, value, attn_mask) if part is not None)
+        takes = fitting and in_rows and _efficient(query, key, value, kernels.ampere)
+        if grouped or not takes or not (fake or can_be_real):
             if grouped:
                 key, value = _repeated(key, query), _repeated(value, query)
             bias = None if attn_mask is None else _numbers(attn_mask, query)
@@ -191,12 +196,6 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(input) if of_input else None, torch.empty_like(weight) if of_weight else None, None
 
 
-def _lstm(*args: Any) -> Any:
-    """Step by step, as recurrent layers of other kinds; the CPU's fused kernel keeps nothing on fake tensors."""
-    with torch.backends.mkldnn.flags(enabled=False):
-        return _aten.lstm.input.decompose(*args)
-
-
 IN_FP32 = [
     "acos",
     "asin",
@@ -261,8 +260,14 @@ _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 def install_autocast() -> Any:
-    """Replace the CPU's rules until the process ends or the result is destroyed."""
+    """Replace the CPU's rules until the process ends or the result is destroyed.
+
+    What the CPU's lists name and CUDA's do not runs as it is called: ``cross_entropy`` above all, whose parts decide
+    (its ``log_softmax`` asks for the type of the logits, so CUDA computes it in 16 bits and ``nll_loss`` in fp32).
+    """
     library = torch.library.Library("aten", "IMPL")
+    for name in cast_on_cpu_alone():
+        library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
     rules = ((IN_FP32, _cast_by(_widened)), (TO_FP32, _to_fp32), (IN_16_BITS, _cast_by(_narrowed)))
     for names, rule in rules:
         for name in names:

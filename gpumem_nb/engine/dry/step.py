@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...internals.fake_internals import fake_mode, fake_weights_converted_in_place, refused_operator, stand_in
-from ...internals.torch_internals import TorchDispatchMode
 from ...memory.ledger.recorder import Recorder
 from ...memory.ledger.trace import Trace
 from ...memory.tensors import tensors_in
@@ -27,7 +26,6 @@ from ...shared.units import DEFAULT_SEED
 from ...shared.workload import Workload
 from ..random_state import seeded
 from ..replay.checkpointing import Checkpointing, find_blocks
-from ..replay.segment import Segment
 from ..step import optimizers
 from ..step.ambient import autocast
 from ..step.buckets import ReductionConfig, carried_dtype, in_turn, into_buckets, outgoing, widened
@@ -37,9 +35,9 @@ from ..step.parts import Parts, in_groups
 from . import scratch
 from .batches import Batches
 from .kernels import taken_for_the_cpu
+from .known import Answers
 from .log import DryDevice, held_by
 
-_ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default)
 _LOSS_SCALE = 65536.0  # torch.amp.GradScaler's first
 
 
@@ -77,7 +75,6 @@ class DryStep:
         self._mode: AbstractContextManager[Any] = fake_mode() if fake else nullcontext()
         self._fake = fake
         self.phase = "model"
-        self._recomputed = False
         with self._inside():
             self.model = checked_model(workload.model())
             self.model.train()
@@ -102,11 +99,6 @@ class DryStep:
         return any(isinstance(module, nn.RNNBase) for module in self._parts.modules())
 
     @property
-    def as_measured(self) -> bool:
-        """Return whether the latest step was of the kind measured on GPUs: in fp32, nothing computed twice."""
-        return not (self._device.log.narrows or self._recomputed)
-
-    @property
     def parameters(self) -> int:
         """Return how many numbers the model has."""
         return sum(param.numel() for param in self._parts.parameters())
@@ -125,9 +117,7 @@ class DryStep:
                     checkpointing.finished()
                 recorder.claim_model(self._parts.parameters(), self._optimizer.state)
                 self._zero_grad()
-                trace = recorder.end().trace(batch_size)
-                self._recomputed = checkpointing is not None or "recomputation" in trace.phases
-                return trace
+                return recorder.end().trace(batch_size)
         finally:
             if checkpointing:
                 checkpointing.remove()
@@ -140,7 +130,7 @@ class DryStep:
             stack.enter_context(self._mode)
             stack.enter_context(fake_weights_converted_in_place())
             stack.enter_context(taken_for_the_cpu())
-            stack.enter_context(_Answers(self))
+            stack.enter_context(Answers(lambda: self.phase, self._fake))
             yield
 
     def _built(self) -> Optimizer:
@@ -247,23 +237,6 @@ def _sent(param: Tensor, compressed: bool) -> list[Tensor]:
         return outgoing(param, False, compressed)
     dtype = carried_dtype(param.dtype, compressed)
     return [torch.zeros_like(param, dtype=dtype), torch.zeros(param.shape[0], dtype=dtype)]
-
-
-class _Answers(TorchDispatchMode):
-    """Answers what the toolkit's and torch's own code asks of a number that is not there.
-
-    An optimizer asks how many steps it has taken, and a block's recomputation is compared with its first run. What a
-    model asks cannot be answered: the operator that needs an answer raises.
-    """
-
-    def __init__(self, step: DryStep) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._step = step
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ASKS and (self._step.phase == "update" or Segment.replaying):
-            return 1
-        return func(*args, **(kwargs or {}))
 
 
 _OURS = Path(__file__).parents[2]
