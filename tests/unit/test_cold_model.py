@@ -138,7 +138,7 @@ def image_loss(model: nn.Module, batch: Any) -> Tensor:
     [
         (perceptron, mean_loss, {}, 0.18, 0.04),
         (perceptron, mean_loss, {"precision": "bf16", "checkpointing": "blocks"}, 0.18, 0.04),
-        (lambda: nn.Conv2d(1, 4, 3), image_loss, {}, 0.3, 0.05),
+        (lambda: nn.Conv2d(1, 4, 3), image_loss, {}, 0.3, 0.16),
         (lambda: nn.Conv2d(1, 4, 3), image_loss, {"precision": "fp16"}, 0.3, 0.05),
     ],
 )

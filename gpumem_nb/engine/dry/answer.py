@@ -21,6 +21,7 @@ from ...shared.errors import GpumemError, InvalidInput, WorkloadError, text_of
 from ...shared.forecast import (
     DRY,
     DRY_CONVOLUTIONS,
+    DRY_CONVOLUTIONS_16_BIT,
     DRY_RECURRENT,
     MOST_BATCH,
     ON_CPU,
@@ -320,8 +321,10 @@ class _Run:
             self._certainty = VARYING
         elif step.recurs:
             self._certainty = DRY_RECURRENT
+        elif step.convolves:
+            self._certainty = DRY_CONVOLUTIONS_16_BIT if step.narrows else DRY_CONVOLUTIONS
         else:
-            self._certainty = DRY_CONVOLUTIONS if step.convolves else DRY
+            self._certainty = DRY
 
     @property
     def _phase(self) -> str:

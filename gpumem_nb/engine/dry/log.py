@@ -25,6 +25,7 @@ _WRITES = {  # into zeros that backward has made for that
     _aten.scatter.src,
     _aten.scatter_add.default,
 }
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 Scratch = Callable[[Any, Any, Any], list[int]]
 """Bytes of the pieces that an operator takes inside, from the operator, its arguments and its result.
 
@@ -52,6 +53,7 @@ class DryLog(TensorLog):
 
     Attributes:
         convolves: whether a convolution was seen.
+        narrows: whether an operator gave a tensor of 16-bit numbers.
         on_host: single numbers are in the host's memory for the moment.
 
     Args:
@@ -74,7 +76,7 @@ class DryLog(TensorLog):
         self._stand_in = stand_in
         self._standing: dict[int, Tensor] = {}  # for real tensors, by their addresses
         self._gemms: set[bool] = set()  # whether backward ran, at each first one
-        self.convolves = self.on_host = False
+        self.convolves = self.narrows = self.on_host = False
 
     def begin(self, params: Sequence[Tensor]) -> Base:
         """Log from now on."""
@@ -100,6 +102,7 @@ class DryLog(TensorLog):
         """Take note of what went into an operator and what came out."""
         self._call += 1
         self.convolves = self.convolves or operator is _aten.convolution.default
+        self.narrows = self.narrows or (isinstance(result, Tensor) and result.dtype in _SIXTEEN_BIT)
         if operator in _GEMMS and (backward := in_backward()) not in self._gemms:
             self._gemms.add(backward)
             self._note(new_number(), self._gemm_workspace_bytes)

@@ -94,6 +94,11 @@ class DryStep:
         return self._device.log.convolves
 
     @property
+    def narrows(self) -> bool:
+        """Return whether the latest step had a tensor of 16-bit numbers."""
+        return self._device.log.narrows
+
+    @property
     def recurs(self) -> bool:
         """Return whether layers are those that cuDNN computes as a whole sequence."""
         return any(isinstance(module, nn.RNNBase) for module in self._parts.modules())
