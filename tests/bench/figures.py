@@ -70,13 +70,36 @@ def throughput(notebook: Notebook, ranks: int, workload: str, rounds: int, slot_
             script.close()
         notebook.thaw()
     live, *others = rates
-    figures = []
-    for script, other, target in zip(scripts, others, ("≥ 0.98", "≥ 1.00"), strict=True):
-        name = f"live loop ÷ {script.name}, {workload}, {ranks} ranks"
-        ratios = [a / b for a, b in zip(live, other, strict=True)]
-        details = f"{statistics.median(live):.0f} ÷ {statistics.median(other):.0f} samples/s"
-        figures.append(Figure(name, target, "", ratios, details))
-    return figures
+    return [
+        _ratio(f"live loop ÷ {script.name}, {workload}, {ranks} ranks", target, live, other)
+        for script, other, target in zip(scripts, others, ("≥ 0.98", "≥ 1.00"), strict=True)
+    ]
+
+
+def alone(notebook: Notebook, workload: str, target: str, rounds: int, slot_s: float, layers: int = 0) -> Figure:
+    """The live loop of a session with one rank against plain torch in one process, without Horovod.
+
+    Args:
+        layers: of :data:`tests.bench.plain.LAYERS`, in place of a ready-made workload.
+    """
+    notebook.thaw()
+    made = f"plain.small_layers({layers})" if layers else repr(workload)
+    notebook.run(f"from tests.bench import plain; session.load({made}); display(session.panel())")
+    options = [f"count={layers}"] * bool(layers)
+    script = Script("plain torch", "plain_single", None, workload, *options)
+    try:
+        live, other = take_turns([notebook, script], rounds, slot_s, global_batch=32)
+    finally:
+        script.close()
+        notebook.thaw()
+    what = f"{layers:,} small layers" if layers else workload
+    return _ratio(f"live loop ÷ plain torch, {what}, 1 rank", target, live, other)
+
+
+def _ratio(name: str, target: str, ours: Sequence[float], others: Sequence[float]) -> Figure:
+    ratios = [a / b for a, b in zip(ours, others, strict=True)]
+    details = f"{statistics.median(ours):.0f} ÷ {statistics.median(others):.0f} samples/s"
+    return Figure(name, target, "", ratios, details)
 
 
 def take_turns(sides: Sequence[Side], rounds: int, slot_s: float, global_batch: int) -> list[list[float]]:

@@ -15,8 +15,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
+from gpumem_nb import Workload
 from gpumem_nb.workloads import catalog
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -26,13 +28,14 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "adam": lambda params, lr: torch.optim.Adam(params, lr=lr),
     "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr),
 }
+LAYERS, WIDTH = "small-layers", 16
 SKIPPED_SHARE = 0.1  # of the steps, at the start, before the clock runs
 
 
 def arguments(description: str | None) -> argparse.Namespace:
     """The settings of the run; the defaults are those of ``gpumem_nb.Settings``."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("workload", help="name of a ready-made workload, such as digits-resnet")
+    parser.add_argument("workload", help=f"name of a ready-made workload, such as digits-resnet, or {LAYERS}")
     parser.add_argument("options", nargs="*", metavar="key=value", help="its options")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of one micro-batch on one rank")
     parser.add_argument("--accumulation-steps", type=int, default=1)
@@ -44,8 +47,22 @@ def arguments(description: str | None) -> argparse.Namespace:
         "--follow", action="store_true", help="train as many steps as each line on standard input says, until 0"
     )
     args = parser.parse_args()
-    args.made = catalog.make(args.workload, **dict(pair.split("=", 1) for pair in args.options))
+    options = dict(pair.split("=", 1) for pair in args.options)
+    own = args.workload == LAYERS
+    args.made = small_layers(int(options["count"])) if own else catalog.make(args.workload, **options)
     return args
+
+
+def small_layers(count: int) -> Workload:
+    """So many linear layers with two small weights each: what a step costs for each weight decides here."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+    def data() -> Dataset[Any]:
+        return TensorDataset(torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+    return Workload(LAYERS, model, data, lambda model, batch: model(batch[0]).square().mean())
 
 
 def local_device(local_rank: int) -> torch.device:

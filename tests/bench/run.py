@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 
 from gpumem_nb.shared.processes import cores
-from tests.bench import autotune, figures, tuning
+from tests.bench import autotune, figures, plain, tuning
 from tests.bench.figures import Figure, say
 from tests.bench.sides import Notebook
 
 REPORT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 WORKLOADS = ("digits-resnet", "text-gpt")
+MANY_LAYERS = {300: "≥ 0.95", 1_000: "≥ 0.90", 3_000: "≥ 0.90"}
 NOTE = """\
 Each value is the median of the rounds, with the smallest and the largest in brackets. The sides of a ratio take turns
 in one run (A B C, A B C, …), each for a few seconds, the others frozen meanwhile; the ratio is taken within each round.
@@ -79,9 +80,22 @@ def measure(rounds: int, slot_s: float) -> list[Figure]:
                 measured += figures.flip(notebook, ranks, rounds)
             say(f"autotune and HOROVOD_AUTOTUNE, {ranks} ranks")
             measured += autotune.against_horovods_own(notebook, ranks, WORKLOADS[0], rounds, slot_s)
+        notebook.run("session.stop()")
+        measured += alone(notebook, rounds, slot_s)
     finally:
         notebook.close()
     return measured
+
+
+def alone(notebook: Notebook, rounds: int, slot_s: float) -> list[Figure]:
+    """What one rank trains, against plain torch."""
+    say("live loop of one rank")
+    notebook.start(1)
+    ready_made = [figures.alone(notebook, workload, "≥ 0.98", rounds, slot_s) for workload in WORKLOADS]
+    many = [
+        figures.alone(notebook, plain.LAYERS, target, rounds, slot_s, layers) for layers, target in MANY_LAYERS.items()
+    ]
+    return ready_made + many
 
 
 def report(measured: list[Figure], load: float) -> str:
