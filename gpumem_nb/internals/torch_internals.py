@@ -266,10 +266,12 @@ def leave_autocast() -> None:
     torch.clear_autocast_cache()
 
 
-def written(operator: Any, args: Sequence[Any]) -> list[Any]:
+def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return which of the arguments of a call an operator writes into."""
-    told = [argument.alias_info for argument in operator._schema.arguments]
-    return [given for given, alias in zip(args, told, strict=False) if alias is not None and alias.is_write]
+    told = operator._schema.arguments
+    given = {argument.name: value for argument, value in zip(told, args, strict=False)} | dict(kwargs)
+    names = [one.name for one in told if one.alias_info is not None and one.alias_info.is_write]
+    return [given[name] for name in names if name in given]
 
 
 def cast_on_cpu_alone() -> list[str]:

@@ -31,7 +31,8 @@ class Prediction:
         device_bytes: of the whole device; ``None`` where that is not known.
         low_bytes, high_bytes: between which reserved bytes will be in 95 % of cases.
         limit_bytes: of the rank; ``None`` without one.
-        verdict: ``fits``, ``tight`` (the limit lies within the error), ``does not fit``, or ``n/a`` without a limit.
+        verdict: ``fits``, ``tight`` (the limit lies within the error of what decides), ``does not fit``, or ``n/a``
+            without a limit.
         lower_bound: whether a step ran out of memory on trial, so that all bytes here are the least that is needed.
         measured: whether a whole step was taken under these very settings.
         runs: whether training went well under them, with the model as it is.

@@ -94,6 +94,29 @@ def test_recurrent_layers_under_autocast_keep_16_bits_and_give_gradients_of_the_
         del installed
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_gradients_reach_the_layer_that_gave_a_recurrent_one_its_state(kind: Layer) -> None:
+    with keeping(ampere=True):
+        encoder, decoder, inputs = kind(WIDTH, HEAD), kind(WIDTH, HEAD), torch.zeros(LENGTH, ROWS, WIDTH)
+        decoder(inputs, encoder(inputs)[1])[0].sum().backward()
+        assert all(param.grad is not None for param in encoder.parameters())
+
+
+def test_what_a_recurrent_layer_gives_may_be_written_into() -> None:
+    with keeping(ampere=True):
+        output, _ = nn.LSTM(WIDTH, HEAD, batch_first=True)(torch.zeros(ROWS, LENGTH, WIDTH))
+        output += 1
+        output.sum().backward()
+        assert output.shape == (ROWS, LENGTH, HEAD)
+
+
+def test_flash_does_not_take_queries_that_are_turned() -> None:
+    with keeping(ampere=True) as kept:
+        given = torch.zeros(1, HEADS, HEAD, LENGTH, dtype=torch.bfloat16, requires_grad=True).transpose(-1, -2)
+        nn.functional.scaled_dot_product_attention(given, given, given).sum().backward()
+    assert max(kept) >= HEADS * LENGTH * LENGTH
+
+
 def test_recurrent_layers_with_projections_go_step_by_step() -> None:
     with keeping(ampere=True) as kept:
         layer = nn.LSTM(WIDTH, HEAD, proj_size=4)
@@ -131,11 +154,21 @@ def test_what_follows_from_sizes_is_known() -> None:
 
     assert taken(in_a_row) is True
     assert taken(lambda inputs: torch.tensor([3, 4])[1].item()) == 4
+    assert taken(lambda inputs: torch.arange(3).tolist()) == [0, 1, 2]
+    assert taken(lambda inputs: torch.equal(torch.arange(3), torch.arange(3))) is True
+    assert taken(lambda inputs: len(torch.arange(4)[torch.arange(4) > 1])) == 2
+    assert taken(lambda inputs: torch.arange(LENGTH).unsqueeze_(0).shape) == (1, LENGTH)
 
 
 def written_over(inputs: Tensor) -> int:
-    places = torch.zeros(2, LENGTH, dtype=torch.long)
+    places = torch.arange(2 * LENGTH).view(2, LENGTH)
     places[:] = inputs.long()
+    return places.tolist()[0][0]  # type: ignore[no-any-return]
+
+
+def written_by_name(inputs: Tensor) -> int:
+    places = torch.arange(LENGTH)
+    torch.add(places, inputs.long()[0], out=places)
     return int(places.sum())
 
 
@@ -146,12 +179,30 @@ def written_over(inputs: Tensor) -> int:
         lambda inputs: int((torch.arange(LENGTH) + inputs.long()).sum()),
         lambda inputs: int(torch.randint(9, (3,)).sum()),
         written_over,
+        written_by_name,
+        lambda inputs: int(torch.zeros(3, dtype=torch.long).scatter_add_(0, inputs.long()[0], inputs.long()[0]).sum()),
     ],
-    ids=["a sample", "a sum with a sample", "drawn", "written over"],
+    ids=["a sample", "a sum with a sample", "drawn", "written over", "written by name", "counted"],
 )
 def test_what_follows_from_samples_or_is_drawn_is_not_known(forward: Callable[[Tensor], Any]) -> None:
     with pytest.raises(Exception, match=r"_local_scalar_dense"):
         taken(forward)
+
+
+def test_a_block_that_asks_what_is_known_is_recomputed() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(LENGTH, LENGTH)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.linear(inputs[:, : int(torch.arange(inputs.shape[1]).max()) + 1])  # type: ignore[no-any-return]
+
+    rows = [torch.zeros(LENGTH) for _ in range(ROWS)]
+    model = nn.Sequential(*(Asking() for _ in range(3)))
+    workload = Workload("asking", lambda: model, lambda: rows, lambda model, batch: model(batch).mean())
+    settings = Settings(optimizer="sgd", checkpointing="blocks")
+    assert "recomputation" in DryStep(workload, Batches(rows), settings, Kernels(True, 0)).trace(2).phases
 
 
 def test_a_causal_model_without_padding_needs_no_mask() -> None:

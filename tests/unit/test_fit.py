@@ -80,6 +80,7 @@ def test_without_ranks_live_bytes_decide(live_mib: int, finds_room: bool, how: s
     one = Forecast(size, reserved, finds_room and how != SCALED, {ACTIVATIONS: size}, "forward", "net", how)
     found = predicted(one, Settings(), LIMIT, None, "by hand", 0.1)
     assert found.verdict == word
+    assert ("live bytes, known within" in found.basis) == (how not in (DRY_RECURRENT, SCALED))
     assert found.low_bytes <= reserved <= found.high_bytes
 
 

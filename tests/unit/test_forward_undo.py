@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 import time
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -390,3 +391,10 @@ def test_of_containers_that_give_other_things_what_they_hold_is_put_back(kept: A
     kept.update(b=nn.GELU) if isinstance(kept, dict) else kept.append(1)
     undo.undo()
     assert list(held(kept)) == before
+
+
+def test_a_proxy_of_a_container_stops_no_step() -> None:
+    made = Made(a=nn.ReLU)
+    net = nn.Linear(2, 2)
+    cast(Any, net).kept = weakref.proxy(made)
+    ForwardUndo(ForwardState([net], loss)).undo()

@@ -256,7 +256,8 @@ class _Run:
             return self._forecast(asked, size, None, stepped).deciding_bytes[1] + asked.limit_error_bytes
 
         def fits(size: int, stepped: bool = False) -> bool:
-            return needs(size, stepped) <= limit and self._forecast(asked, size, limit, stepped).finds_room
+            found = self._forecast(asked, size, limit, stepped)
+            return found.deciding_bytes[1] + asked.limit_error_bytes <= limit and found.finds_room
 
         sizes = self._begin, 2 * self._begin
         first, second = map(needs, sizes)

@@ -97,8 +97,10 @@ def _attention(kernels: Kernels, fake: bool) -> Callable[..., Tensor]:
         head, fitting = query.shape[-1], query.dim() == 4
         one_head = len({part.shape[-1] for part in (query, key, value)}) == 1
         sixteen_bit = query.dtype in (torch.float16, torch.bfloat16)
+        in_rows = all(part.stride(-1) == 1 for part in (query, key, value, attn_mask) if part is not None)
         if (
             fitting
+            and in_rows
             and kernels.ampere
             and sixteen_bit
             and attn_mask is None
@@ -114,7 +116,6 @@ def _attention(kernels: Kernels, fake: bool) -> Callable[..., Tensor]:
             return out[..., :head] if head % _FLASH_HEAD_MULTIPLE else out  # type: ignore[no-any-return]
         learned_mask = attn_mask is not None and attn_mask.requires_grad
         can_be_real = one_head and not learned_mask
-        in_rows = all(part.stride(-1) == 1 for part in (query, key, value, attn_mask) if part is not None)
         takes = fitting and in_rows and _efficient(query, key, value, kernels.ampere)
         if grouped or not takes or not (fake or can_be_real):
             if grouped:
@@ -257,6 +258,7 @@ IN_16_BITS = ["prelu", "addmv", "addr", "mv", "chain_matmul"]
 """Those that the CPU's lists lack."""
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+_IN_FP32_ALONE = ("fft_", "stft", "linalg_")  # which the CPU has in fp32 alone
 
 
 def install_autocast() -> Any:
@@ -267,7 +269,8 @@ def install_autocast() -> Any:
     """
     library = torch.library.Library("aten", "IMPL")
     for name in cast_on_cpu_alone():
-        library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+        if not name.startswith(_IN_FP32_ALONE):
+            library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
     rules = ((IN_FP32, _cast_by(_widened)), (TO_FP32, _to_fp32), (IN_16_BITS, _cast_by(_narrowed)))
     for names, rule in rules:
         for name in names:

@@ -53,7 +53,7 @@ class DryLog(TensorLog):
 
     Attributes:
         convolves: whether a convolution was seen.
-        narrows: whether an operator gave a tensor of 16-bit numbers.
+        narrows: whether all convolutions gave 16-bit numbers.
         on_host: single numbers are in the host's memory for the moment.
 
     Args:
@@ -101,8 +101,9 @@ class DryLog(TensorLog):
     def operated(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take note of what went into an operator and what came out."""
         self._call += 1
-        self.convolves = self.convolves or operator is _aten.convolution.default
-        self.narrows = self.narrows or (isinstance(result, Tensor) and result.dtype in _SIXTEEN_BIT)
+        if operator is _aten.convolution.default:
+            self.narrows = result.dtype in _SIXTEEN_BIT and (self.narrows or not self.convolves)
+            self.convolves = True
         if operator in _GEMMS and (backward := in_backward()) not in self._gemms:
             self._gemms.add(backward)
             self._note(new_number(), self._gemm_workspace_bytes)

@@ -49,7 +49,8 @@ def _rule(kind: str) -> Callable[..., Any]:
                     input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
                 )
         reserved = directions * (_GATES[kind] + 1) + (num_layers - 1) * (1 + bidirectional) * (train and dropout > 0)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        is_cast = torch.is_autocast_enabled("cpu") and input.dtype is not torch.float64
+        dtype = torch.get_autocast_dtype("cpu") if is_cast else input.dtype
         given = [value.to(dtype) for value in (input, *states)]
         sizes = reserved, _WORK * directions
         return tuple(_Sequence.apply(sizes, batch_first, bidirectional, *given, *params))  # type: ignore[no-untyped-call]
@@ -68,19 +69,23 @@ class _Sequence(torch.autograd.Function):
         weights = others[len(states) :]
         hidden = states[0].shape[-1]
         turned = input.transpose(0, 1).contiguous() if batch_first else input
-        output = turned.new_empty(*turned.shape[:2], hidden * (1 + bidirectional))
+        length, rows, width = *turned.shape[:2], hidden * (1 + bidirectional)
+        output = input.new_empty_strided((length, rows, width), (rows * width, width, 1))
+        if batch_first:  # no view, so that it may be written into
+            output = input.new_empty_strided((rows, length, width), (width, rows * width, 1))
         numbers = sum(weight.numel() for weight in weights)
         buffer = None if weights[0].dtype is input.dtype else input.new_empty(numbers)  # as flat as they are
         reserved, ctx.work = (size * turned.shape[0] * turned.shape[1] * hidden for size in sizes)
         input.new_empty(ctx.work)  # and given back at once
-        ctx.save_for_backward(input, output, input.new_empty(reserved), buffer, *weights)
+        ctx.save_for_backward(input, output, input.new_empty(reserved), buffer, *others)
         ctx.batch_first = batch_first
         ended = [torch.empty_like(state) for state in states]
-        return (output.transpose(0, 1) if batch_first else output, *ended)
+        return (output, *ended)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        input, _, _, _, *weights = ctx.saved_tensors
+        input, _, _, _, *others = ctx.saved_tensors
+        states, weights = others[: len(gradients) - 1], others[len(gradients) - 1 :]
         sent = gradients[0].transpose(0, 1) if ctx.batch_first else gradients[0]
         sent = sent.contiguous()
         of_input = torch.empty_like(input) if ctx.needs_input_grad[3] else None
@@ -88,4 +93,8 @@ class _Sequence(torch.autograd.Function):
         flat = input.new_zeros(sum(weight.numel() for weight in weights))
         parts = flat.split([weight.numel() for weight in weights])
         of_weights = [part.view(weight.shape).to(weight.dtype) for part, weight in zip(parts, weights, strict=True)]
-        return None, None, None, of_input, *[None] * (len(gradients) - 1), *of_weights
+        of_states = [
+            torch.empty_like(state) if needed else None
+            for state, needed in zip(states, ctx.needs_input_grad[4:], strict=False)
+        ]
+        return None, None, None, of_input, *of_states, *of_weights

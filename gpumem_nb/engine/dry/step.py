@@ -73,7 +73,7 @@ class DryStep:
         """
         self._workload, self._batches, self._settings, self._ranks = workload, batches, settings, ranks
         self._mode: AbstractContextManager[Any] = fake_mode() if fake else nullcontext()
-        self._fake = fake
+        self._fake = self._knows = fake
         self.phase = "model"
         with self._inside():
             self.model = checked_model(workload.model())
@@ -95,7 +95,7 @@ class DryStep:
 
     @property
     def narrows(self) -> bool:
-        """Return whether the latest step had a tensor of 16-bit numbers."""
+        """Return whether all convolutions of the latest step gave 16-bit numbers."""
         return self._device.log.narrows
 
     @property
@@ -110,6 +110,14 @@ class DryStep:
 
     def trace(self, batch_size: int) -> Trace:
         """The first step of this batch size: its update makes what the optimizer has not made when it was built."""
+        if self._knows:
+            try:
+                return self._traced(batch_size)
+            except Exception:  # real tensors of whole numbers may be in the way, as where something is written over one
+                self._knows = False
+        return self._traced(batch_size)
+
+    def _traced(self, batch_size: int) -> Trace:
         self._optimizer.state.clear()
         self._optimizer.state.update(_copied(self._first_state))
         checkpointing = self._checkpointing()
@@ -135,7 +143,8 @@ class DryStep:
             stack.enter_context(self._mode)
             stack.enter_context(fake_weights_converted_in_place())
             stack.enter_context(taken_for_the_cpu())
-            stack.enter_context(Answers(lambda: self.phase, self._fake))
+            if self._fake:
+                stack.enter_context(Answers(lambda: self.phase, self._knows))
             yield
 
     def _built(self) -> Optimizer:

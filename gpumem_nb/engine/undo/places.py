@@ -101,7 +101,7 @@ class Items:
 
 def elements_of(container: Any) -> Any:
     """Return the values of a dict, or what else a container holds."""
-    if type(container) not in CONTAINERS and isinstance(container, CONTAINERS):
+    if type(container) not in CONTAINERS and issubclass(type(container), CONTAINERS):
         container = _held_by(container)
     return container.values() if isinstance(container, dict) else container
 

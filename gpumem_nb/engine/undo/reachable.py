@@ -91,7 +91,7 @@ class Reachable:
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
             self._module(value, depth)
-        elif isinstance(value, CONTAINERS):
+        elif issubclass(type(value), CONTAINERS):  # and no proxy of one
             self.places.append(Items(value, key))
             self._elements(value, depth - _CONTAINER, key)
             self._attributes(value, depth)
