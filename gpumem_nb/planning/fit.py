@@ -7,8 +7,8 @@ they know, and get the same answer:
   and a step also fits where steps of another size have cut the cache. They do not fit when the low end is beyond the
   limit and giving back cached segments would not help. In between nothing can be said: ``tight``.
 - **Earlier misses.** What missed by more than its error widens the error of all later predictions of the model.
-- **Without ranks** live bytes decide, which are known within a few percent, whatever their segments come to: the
-  allocator gives segments back before it runs out, and cuDNN takes smaller workspaces where memory is short.
+- **Without ranks** live bytes decide, which are known within a few percent, and whether they find room once cached
+  segments were given back, whatever would be reserved without a limit.
 - **Whole steps** say more than small ones, and training says more than either: what runs is not widened, and small
   steps cannot say that it does not fit.
 - **Lower bounds.** Once a step has run out of memory, only the least that it needs is known. It is shown as a bound.
@@ -154,7 +154,7 @@ def predicted(
         low_bytes=low,
         high_bytes=high,
         limit_bytes=limit_bytes,
-        verdict=verdict(at_least, at_most, limit_bytes, fits, one.fits_recut and one.finds_room),
+        verdict=verdict(at_least, at_most, limit_bytes, fits, one.fits_recut and one.fits),
         categories=one.at_peak,
         phase=one.phase,
         module=one.module,

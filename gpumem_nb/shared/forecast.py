@@ -49,8 +49,7 @@ LIVE_ERRORS = {DRY: 0.04, DRY_CONVOLUTIONS: 0.16, DRY_CONVOLUTIONS_16_BIT: 0.05}
 Those of an A100, of which live bytes were not measured, needed up to 16 % more than predicted with convolutions in
 fp32.
 
-What is reserved beyond them says less: the caching allocator gives segments back before it runs out, and cuDNN takes
-smaller workspaces.
+What is reserved beyond them says less: the caching allocator gives segments back before it runs out.
 """
 SEGMENT_BYTES = 2 * 2**20
 """The caching allocator reserves no less at a time, so no error is smaller."""
@@ -95,11 +94,6 @@ class Forecast:
         if error is None:
             return self.low_bytes, self.high_bytes
         return round(self.live_peak_bytes * (1 - error)), round(self.live_peak_bytes * (1 + error))
-
-    @property
-    def finds_room(self) -> bool:
-        """Return whether what is live would find room among segments, those of cuDNN's workspaces aside."""
-        return self.fits or self.how in (DRY_CONVOLUTIONS, DRY_CONVOLUTIONS_16_BIT)
 
     def with_another_allocator(self) -> Forecast:
         """Return the same, marked as replayed under allocator settings that this process does not have."""

@@ -257,7 +257,7 @@ class _Run:
 
         def fits(size: int, stepped: bool = False) -> bool:
             found = self._forecast(asked, size, limit, stepped)
-            return found.deciding_bytes[1] + asked.limit_error_bytes <= limit and found.finds_room
+            return found.deciding_bytes[1] + asked.limit_error_bytes <= limit and found.fits
 
         sizes = self._begin, 2 * self._begin
         first, second = map(needs, sizes)
