@@ -1,4 +1,4 @@
-"""Predictions without a GPU against published peaks of nvidia-smi.
+"""Predictions without a GPU against published peaks of nvidia-smi, and against jobs measured on an H200.
 
 ``python -m tests.bench.cold`` writes docs/prediction-cold.md and its plot; ``--folder`` names one with other rows of
 the same form.
@@ -13,13 +13,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import gpumem_nb
+from gpumem_nb import Workload
 from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.shared.forecast import DryAnswer, DryRun
 from tests.bench import plot
+from tests.published import h200
 from tests.published import rows as published
 
 REPORT = Path(__file__).parents[2] / "docs" / "prediction-cold.md"
@@ -27,7 +30,12 @@ MARKER = "<!-- the rest is written by python -m tests.bench.cold -->\n"
 GPU = "A100-40GB"
 CENSORED_MIB = 38_000
 WANTED_WITHIN = 0.08
-NAMES = {"transformers": "transformers", "cnns": "convolutional networks"}
+H200 = "h200"
+NAMES = {
+    "transformers": "transformers, A100",
+    "cnns": "convolutional networks, A100",
+    H200: "all kinds, H200",
+}
 MIB = 2**20
 
 
@@ -35,21 +43,15 @@ MIB = 2**20
 class Case:
     """One row: what was predicted of it, and what was measured."""
 
-    row: published.Row
+    name: str
+    measured_mib: float
+    died: bool
     predicted: Prediction
     peak_rss_bytes: int
 
     @property
-    def measured_mib(self) -> int:
-        return int(self.row["max_gpu_memory_mib"])
-
-    @property
     def predicted_mib(self) -> float:
         return (self.predicted.device_bytes or 0) / MIB
-
-    @property
-    def died(self) -> bool:
-        return self.row["status"] != "SUCCESSFUL"
 
     @property
     def counts(self) -> bool:
@@ -77,13 +79,15 @@ class Case:
 def main() -> int:
     """Predict all rows and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=published.FOLDER, help="where transformers.csv and cnns.csv lie")
+    parser.add_argument(
+        "--folder", type=Path, default=published.FOLDER, help="where transformers.csv, cnns.csv and h200.csv lie"
+    )
     args = parser.parse_args()
     cases: dict[str, list[Case]] = {}
-    for table in published.TABLES:
+    for table in (name for name in NAMES if (args.folder / f"{name}.csv").exists()):
         cases[table] = []
         for row in published.rows(table, args.folder):
-            case = measured(row)
+            case = on_h200(row) if table == H200 else on_a100(row)
             cases[table].append(case)
             print(line(case), flush=True)
     text = report(cases)
@@ -94,8 +98,22 @@ def main() -> int:
     return 0
 
 
-def measured(row: published.Row) -> Case:
-    """Predict one row."""
+def on_a100(row: published.Row) -> Case:
+    """A published row."""
+    predicted, rss = measured(published.workload(row), GPU, {"batch_size": int(row["batch_size"])})
+    name, died = row["row_id"].removeprefix("gpumemnet_"), row["status"] != "SUCCESSFUL"
+    return Case(name, int(row["max_gpu_memory_mib"]), died, predicted, rss)
+
+
+def on_h200(row: h200.Row) -> Case:
+    """A row of this project's own, of which the process's bytes were measured."""
+    predicted, rss = measured(h200.workload(row), h200.GPU, h200.knobs(row))
+    name = " ".join((row["id"], row["model"], row["precision"], row["checkpointing"]))
+    return Case(name, float(row["process_mib"]), False, predicted, rss)
+
+
+def measured(workload: Workload, gpu: str, knobs: dict[str, Any]) -> tuple[Prediction, int]:
+    """Predict one row, and tell how much memory that took."""
     peaks: list[int] = []
     own = dry_process.ask
 
@@ -105,9 +123,9 @@ def measured(row: published.Row) -> Case:
         return answer
 
     with mock.patch.object(dry_process, "ask", ask):
-        predicted = gpumem_nb.predict(published.workload(row), gpu=GPU, batch_size=int(row["batch_size"]))
+        predicted = gpumem_nb.predict(workload, gpu=gpu, **knobs)
     assert isinstance(predicted, Prediction)
-    return Case(row, predicted, peaks[0])
+    return predicted, peaks[0]
 
 
 def line(case: Case) -> str:
@@ -115,7 +133,7 @@ def line(case: Case) -> str:
     bar = f"{case.predicted.low_bytes / MIB:.0f} to {case.predicted.high_bytes / MIB:.0f}"
     error = f"{100 * case.error:+.1f} %" if case.counts else "died" if case.died else "censored"
     return (
-        f"| {case.row['row_id'].removeprefix('gpumemnet_')} | {case.measured_mib:,} | {case.predicted_mib:,.0f} | "
+        f"| {case.name} | {case.measured_mib:,.0f} | {case.predicted_mib:,.0f} | "
         f"{error} | {bar} | {case.predicted.verdict} | {case.predicted.seconds:.1f} |"
     )
 
@@ -129,9 +147,10 @@ def comparison(table: str, cases: Sequence[Case]) -> plot.Comparison:
 def report(cases: dict[str, list[Case]]) -> str:
     """The figures as Markdown."""
     versions = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
-    parts = [f"Predicted on a CPU with {versions}; {GPU}. Measured again by `python -m tests.bench.cold`.\n"]
+    versions += f", transformers {importlib.metadata.version('transformers')}"
+    parts = [f"Predicted on a CPU with {versions}. Measured again by `python -m tests.bench.cold`.\n"]
     for table, of_table in cases.items():
-        parts.append(f"\n## {NAMES[table].capitalize()}\n\n{summary(of_table)}\n")
+        parts.append(f"\n## {NAMES[table][0].upper() + NAMES[table][1:]}\n\n{summary(of_table)}\n")
         parts.append("| row | measured MiB | predicted MiB | error | 95 % of reserved MiB | verdict | s |")
         parts.append("|---|---|---|---|---|---|---|")
         parts += map(line, of_table)
