@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...internals.torch_internals import weights_by_name
+
 CRITERION = "loss."
 LOOSE = "optimizer."
 
@@ -43,7 +45,14 @@ class Parts:
 
     def parameters(self) -> Iterator[Tensor]:
         """Every weight once, trained or not."""
-        return (param for _, param in self.named_parameters())
+        found: dict[int, Tensor] = {}  # in each step several times, so without names
+        for module in self.modules():
+            for param in weights_by_name(module).values():
+                if param is not None:
+                    found[id(param)] = param
+        for param in chain.from_iterable(map(in_groups, self._optimizers)):
+            found[id(param)] = param
+        return iter(found.values())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once, trained or not."""

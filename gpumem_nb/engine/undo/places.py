@@ -116,7 +116,8 @@ def _held_by(container: Any) -> Any:
 
 def _kind(container: Any) -> Any:
     """Return the class of Python's own that a container is of, or extends."""
-    return next(kind for kind in (OrderedDict, *CONTAINERS) if isinstance(container, kind))
+    kind = type(container)
+    return kind if kind in CONTAINERS else next(one for one in (OrderedDict, *CONTAINERS) if issubclass(kind, one))
 
 
 def _flat(items: Any) -> Any:

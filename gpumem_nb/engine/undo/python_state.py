@@ -89,7 +89,7 @@ class PythonSnapshot:
                     self._sort(place.key, name, value)
                 else:
                     self.followed.append(value)
-        self._in_modules = [dict(named) for named in _in_modules(found)]
+        self._in_modules = [named.copy() if named else _NOTHING for named in _in_modules(found)]
         self._arrays = [array.copy() for array in found.arrays]
         self._drawn = list(map(_drawn, found.generators))
 
@@ -155,6 +155,9 @@ class PythonSnapshot:
         yield from map(partial, [np.copyto] * len(self._arrays), self._found.arrays, self._arrays)
         for generator, drawn in zip(self._found.generators, self._drawn, strict=True):
             yield partial(_go_on, generator, drawn)
+
+
+_NOTHING: dict[str, Any] = {}  # which most modules hold of buffers and of children
 
 
 def each(parts: Iterable[Callable[[], Any]]) -> None:
