@@ -139,8 +139,9 @@ def statement(node: ast.stmt, brought: Collection[str]) -> Statement:
     surely = binds - _packages(node) if sure else set[str]()
     everything = [*ast.walk(node)]
     # What functions call so may be their own otherwise.
-    of_module = reads | late | binds_late | {OF_CLASS, *IMPORTING, *_imported(everything)}
-    of_module = of_module if late or defines else set()
+    of_module = set[str]()
+    if late or defines:
+        of_module = reads | late | binds_late | {OF_CLASS, *IMPORTING, *_imported(everything)}
     constant = _names_constants(node)
     given = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else getattr(node, "iter", None)
     return Statement(

@@ -12,8 +12,7 @@
   ``saved_tensors_hooks.__enter__`` (autograd asks the innermost hooks only), and that ``torch.func`` looks up
   ``disable_saved_tensors_hooks`` when it needs it.
 - Dispatch modes: ``TorchDispatchMode`` and the stack of them, and an operator's ``_schema``. Autocast's depth and
-  cache, and which operators it has
-  rules for (``_dispatch_has_kernel_for_dispatch_key``).
+  cache, and which operators it has rules for (``_dispatch_has_kernel_for_dispatch_key``).
 - Optimizers: the dicts of step hooks, of one optimizer and of all (to hold hooks back and run them later),
   ``_step_supports_amp_scaling`` (whether a gradient scaler hands its scale to a fused kernel), and the attributes in
   which it does so.
@@ -274,6 +273,7 @@ def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
     return [given[name] for name in names if name in given]
 
 
+@cache
 def cast_on_cpu_alone() -> list[str]:
     """Return the names of operators for which autocast has a rule on the CPU and none on CUDA, without ``aten::``."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -261,7 +261,8 @@ class Foreground:
     def _interrupt(self, call: Call) -> bool:
         """Interrupt ranks in a call, but not in steps that come before it: training would pause for that."""
         self._training.make_way()  # the interrupt may have come before that
-        ahead = [steps for steps in self._training.under_way() if steps in self._ranks.ahead_of(call)]
+        before = self._ranks.ahead_of(call)
+        ahead = [steps for steps in self._training.under_way() if steps in before]
         deadline = time.monotonic() + _AHEAD_TIMEOUT_S
         for steps in ahead:
             steps.finished(max(0.0, deadline - time.monotonic()))

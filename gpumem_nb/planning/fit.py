@@ -20,7 +20,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from ..shared.categories import OTHER
-from ..shared.forecast import BY_OPERATORS, ERRORS, LIVE_ERRORS, SEGMENT_BYTES, Forecast, Forecasts
+from ..shared.forecast import BY_OPERATORS, ERRORS, SEGMENT_BYTES, Forecast, Forecasts
 from ..shared.settings import Settings
 from .prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
 
@@ -143,8 +143,8 @@ def predicted(
     low, high = max(least, one.low_bytes - error_bytes), one.high_bytes + error_bytes
     fits = one.fits and (limit_bytes is None or least <= limit_bytes)  # a budget is less than what ranks replay with
     at_least, at_most = one.deciding_bytes
-    if limit_bytes is not None and (live_error := LIVE_ERRORS.get(one.how)):
-        basis += f"; live bytes, known within {100 * live_error:.0f} %, decide whether it fits"
+    if limit_bytes is not None and one.live_error is not None:
+        basis += f"; live bytes, known within {100 * one.live_error:.0f} %, decide whether it fits"
     at_least, at_most = max(least, at_least - error_bytes), at_most + error_bytes
     return Prediction(
         settings=settings,

@@ -88,9 +88,14 @@ class Forecast:
     sample: str = ""
 
     @property
+    def live_error(self) -> float | None:
+        """The share by which live bytes may come out higher or lower, where these decide what fits; else ``None``."""
+        return LIVE_ERRORS.get(self.how)
+
+    @property
     def deciding_bytes(self) -> tuple[int, int]:
         """Between which will be what must be within the limit: live bytes where these decide, else reserved ones."""
-        error = LIVE_ERRORS.get(self.how)
+        error = self.live_error
         if error is None:
             return self.low_bytes, self.high_bytes
         return round(self.live_peak_bytes * (1 - error)), round(self.live_peak_bytes * (1 + error))

@@ -75,7 +75,7 @@ class _Sequence(torch.autograd.Function):
             output = input.new_empty_strided((rows, length, width), (width, rows * width, 1))
         numbers = sum(weight.numel() for weight in weights)
         buffer = None if weights[0].dtype is input.dtype else input.new_empty(numbers)  # as flat as they are
-        reserved, ctx.work = (size * turned.shape[0] * turned.shape[1] * hidden for size in sizes)
+        reserved, ctx.work = (size * length * rows * hidden for size in sizes)
         input.new_empty(ctx.work)  # and given back at once
         ctx.save_for_backward(input, output, input.new_empty(reserved), buffer, *others)
         ctx.batch_first = batch_first

@@ -45,14 +45,9 @@ class Parts:
 
     def parameters(self) -> Iterator[Tensor]:
         """Every weight once, trained or not."""
-        found: dict[int, Tensor] = {}  # in each step several times, so without names
-        for module in self.modules():
-            for param in weights_by_name(module).values():
-                if param is not None:
-                    found[id(param)] = param
-        for param in chain.from_iterable(map(in_groups, self._optimizers)):
-            found[id(param)] = param
-        return iter(found.values())
+        # In each step several times, so without names.
+        of_modules = chain.from_iterable(weights_by_name(module).values() for module in self.modules())
+        return iter({id(param): param for param in (*of_modules, *self._loose()) if param is not None}.values())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once, trained or not."""
@@ -80,8 +75,11 @@ class Parts:
     def _candidates(self) -> Iterator[tuple[str, Tensor]]:
         for before, part in self.named.items():
             yield from ((before + name, param) for name, param in part.named_parameters())
-        for index, param in enumerate(chain.from_iterable(map(in_groups, self._optimizers))):
-            yield f"{LOOSE}{index}", param
+        yield from ((f"{LOOSE}{index}", param) for index, param in enumerate(self._loose()))
+
+    def _loose(self) -> Iterator[Tensor]:
+        """What the optimizers train, in modules or not."""
+        return chain.from_iterable(map(in_groups, self._optimizers))
 
 
 def in_groups(optimizer: Optimizer) -> Iterable[Tensor]:
