@@ -16,6 +16,7 @@ class Option:
     Attributes:
         help: one line for people.
         choices: the allowed words; empty for a number.
+        means: what each of these words stands for, in a few words for somebody who meets it for the first time.
         parse: turns a number given as text or value into the stored value, or raises ``ValueError``.
         allowed: the allowed values in words, for the error message.
         words: what can be written in place of a number, and the value that is stored for it.
@@ -26,6 +27,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...] = ()
+    means: Mapping[str, str] = field(default_factory=dict)
     parse: Callable[[Any], Any] | None = None
     allowed: str = ""
     words: Mapping[str, Any] = field(default_factory=dict)

@@ -1,20 +1,24 @@
-"""The buttons that answer: doctor, tuner and export, each of which opens a box below the controls."""
+"""The buttons that answer: doctor, tuner, what fits and export. A press asks; one answer is open at a time."""
 
 from __future__ import annotations
 
+from functools import partial
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ipywidgets
 
 from ..shared.answers import Progress
 from .controls import NOTHING_LOADED
 from .doctor_view import DoctorView
+from .knob_tip import KnobTip
 from .search_view import SearchView
-from .tune_view import TuneView
-from .widgets import Ask, box, toggle
+from .tune_view import FitsView, TuneView
+from .widgets import Ask, box, button
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..session import Session
 
 _REPORT = "report.html"
@@ -23,7 +27,7 @@ _REPORT = "report.html"
 class ExportView(SearchView):
     """Asks the session for a script."""
 
-    def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
+    def __init__(self, session: Session, search: Ask, ask: Ask, close: Callable[[], object]) -> None:
         self._path = ipywidgets.Text(
             value="train.py", description="file", tooltip="where to write it, from the notebook's folder"
         )
@@ -34,67 +38,68 @@ class ExportView(SearchView):
             ("Write the script", "file-code-o", tip, self._write),
             (f"Write {_REPORT}", "file-text-o", page, self._report),
         ]
-        super().__init__(session, [self._path, self._ddp], questions, search, ask)
+        super().__init__(session, "Export", [self._path, self._ddp], questions, search, ask, close)
 
     def _write(self, progress: Progress) -> str:
         progress("writing the script", 0.5)
-        self.show([_words(self._session.export(self._path.value.strip(), ddp=self._ddp.value))])
-        return ""
+        return self._told(self._session.export(self._path.value.strip(), ddp=self._ddp.value))
 
     def _report(self, progress: Progress) -> str:
         progress(f"writing {_REPORT}", 0.0)
-        self.show([_words(self._session.report(_REPORT, progress))])
-        return ""
+        return self._told(self._session.report(_REPORT, progress))
 
-
-def _words(written: Any) -> Any:
-    shown = ipywidgets.HTML(f"<pre>{escape(str(written))}</pre>")
-    shown.add_class("gpumem-written")
-    return shown
+    def _told(self, written: object) -> str:
+        """Show all that is said of a file, and return the first line of it."""
+        shown = ipywidgets.HTML(f"<pre>{escape(str(written))}</pre>")
+        shown.add_class("gpumem-written")
+        self.show([shown])
+        return str(written).splitlines()[0]
 
 
 class Answers:
-    """Toggles and what they open.
+    """Buttons, and the views that they open.
 
     Attributes:
-        buttons: the toggles.
-        opened: what they open, closed at first; that which was opened last is on top.
+        buttons: one for each.
+        views: what they open. One is open at a time, in a place that ``tip`` makes free; of the others a line stays.
     """
 
-    def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
+    def __init__(self, session: Session, search: Ask, ask: Ask, tip: KnobTip) -> None:
         self._session = session
-        views: dict[tuple[str, str, str], SearchView] = {
-            ("Doctor", "stethoscope", "what is wrong, and how to fix it"): DoctorView(session, search, ask),
-            ("Tune", "bolt", "the fastest settings that fit, and what fits"): TuneView(session, search, ask),
-            ("Export", "file-code-o", "a plain script to take home"): ExportView(session, search, ask),
+        self._tip = tip
+        buttons = {
+            ("Doctor", "stethoscope", "what is wrong, and how to fix it"): DoctorView,
+            ("Tune", "bolt", "the fastest settings that fit"): TuneView,
+            ("What fits", "th", "the largest micro-batch under each precision and checkpointing"): FitsView,
+            ("Export", "file-code-o", "a plain script to take home"): ExportView,
         }
-        self._views = list(views.values())
-        self._presses = 0
-        self.buttons = box([self._toggle(*words, view) for words, view in views.items()], "gpumem-answers")
-        self.opened = ipywidgets.VBox([view.widget for view in self._views])
+        self._views: list[SearchView] = [view(session, search, ask, self._close) for view in buttons.values()]
+        self._buttons = [
+            button(*words, partial(self._press, view)) for words, view in zip(buttons, self._views, strict=True)
+        ]
+        self.buttons = box(self._buttons, "gpumem-answers")
+        self.views = ipywidgets.VBox([view.widget for view in self._views])
 
     def follow(self) -> None:
         """Switch off what cannot be asked."""
         why_not = self._session.ended or ("" if self._session.workload else NOTHING_LOADED)
-        for view in self._views:
+        for view, pressed in zip(self._views, self._buttons, strict=True):
             view.follow(why_not)
+            pressed.disabled = bool(why_not) and not view.is_open
 
     def close(self) -> None:
         """End what is under way."""
         for view in self._views:
             view.close()
 
-    def _toggle(self, label: str, icon: str, tip: str, view: SearchView) -> Any:
-        pressed = toggle(label, icon, tip)
-        layout = view.widget.layout
-        layout.display = "none"
+    def _press(self, view: SearchView) -> None:
+        if view.is_open:
+            self._close()
+            return
+        self._close()
+        self._tip.explain("")
+        view.open()
 
-        def open_or_close(change: dict[str, Any]) -> None:
-            layout.display = "" if change["new"] else "none"
-            if change["new"]:
-                self._presses += 1
-                layout.order = str(-self._presses)  # CSS's: nothing is drawn anew
-                view.was_opened()
-
-        pressed.observe(open_or_close, names="value")
-        return pressed
+    def _close(self) -> None:
+        for view in self._views:
+            view.fold()

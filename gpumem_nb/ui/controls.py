@@ -10,22 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from ..kernel.lifecycle import RESTARTING
 from ..kernel.policy import RULES
 from ..report.bottleneck import Bottleneck
 from ..report.differences import DOES
 from ..shared.errors import GpumemError
 from ..shared.knobs import KNOBS, Knob
 from ..shared.knobs.communication import COMMUNICATION_FOLD
-from .flip_predictions import FlipPredictions
+from .knob_tip import CLASS, KnobTip
 from .threads import OwnChanges
-from .widgets import Ask, box, button, region, toggle
-from .wording import critical_batch, field_error
+from .widgets import Ask, box, button, region
+from .wording import field_error
 
 if TYPE_CHECKING:
     from ..session import Session
 
 
-_FOLD_ICONS = {COMMUNICATION_FOLD: "exchange"}
+_KNOBS = "gpumem-knobs"
+_HEADINGS = {"more": "Update, learning rate and data", COMMUNICATION_FOLD: "Communication"}
 _AUTOTUNE = RULES["autotune"]
 NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 
@@ -33,17 +35,21 @@ NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 class Controls:
     """Widgets that ask for a change and show what the session says.
 
-    ``ask`` is called with an action to do, ``later`` with one that can wait; neither may block.
+    ``ask`` is called with an action to do, ``later`` with one that can wait; neither may block. ``restart`` starts the
+    ranks of a session that has ended, away from the page's own thread.
 
     Attributes:
-        knobs, folds, buttons: the boxes to show; ``folds`` hold the knobs that are shown when the user asks for them.
-        foreseen: what belongs to no single knob of what would come of flips.
+        play, step: buttons.
+        knobs: the box of the knobs that are shown at once.
+        further: the boxes of all others, each with a heading.
+        tip: what explains the knob that has the focus.
     """
 
-    def __init__(self, session: Session, ask: Ask, later: Ask) -> None:
+    def __init__(self, session: Session, ask: Ask, later: Ask, restart: Callable[[], object] = lambda: None) -> None:
         self._session = session
         self._ask = ask
-        self._flip_predictions = FlipPredictions(session, later)
+        self._restart = restart
+        self.tip = KnobTip(session, later, self._change)
         self._doubted: tuple[str, str] | None = None  # the latest flip that was not made at once
         self._asked: dict[str, int] = dict.fromkeys((*KNOBS, _AUTOTUNE.name), 0)
         self._knobs = {name: knob for name, knob in KNOBS.items() if knob.in_front or knob.fold}
@@ -55,16 +61,11 @@ class Controls:
             description=_AUTOTUNE.name, tooltip=f"{_AUTOTUNE.name}: {_AUTOTUNE.help}", options=("off", "on")
         )
         self._autotune.observe(self._tune, names="value")
-        self._critical = region("gpumem-critical", "group", "critical batch")
-        self._play = button("Play", "play", "", lambda: ask(session.pause if session.playing else session.play))
-        self._step = button("Step", "step-forward", "", lambda: ask(session.step))
-        front = [name for name, knob in self._knobs.items() if knob.in_front]
-        self.knobs = box([self._with_error(name) for name in front], "gpumem-knobs")
-        self._shown_knobs = set(front)
+        self.play = button("Play", "play", "", self._press_play)
+        self.step = button("Step", "step-forward", "", lambda: ask(session.step))
+        self.knobs = box([self._with_error(name) for name, knob in self._knobs.items() if knob.in_front], _KNOBS)
         folds = dict.fromkeys(knob.fold for knob in self._knobs.values() if knob.fold and not knob.in_front)
-        toggles, self.folds = zip(*(self._fold(name) for name in folds), strict=True)
-        self.foreseen = box([self._flip_predictions.key, self._flip_predictions.lines], "gpumem-foreseen")
-        self.buttons = box([self._play, self._step, self._flip_predictions.button, *toggles], "gpumem-buttons")
+        self.further = [self._fold(fold) for fold in folds]
 
     def follow(self) -> None:
         """Show the session's settings, wherever they were changed, and switch off what cannot be used."""
@@ -86,46 +87,48 @@ class Controls:
             self._about, self._doubted = about, None
             for error in self._errors.values():
                 error.html = ""
-        self._critical.html = critical_batch(session)
-        self._flip_predictions.follow([name for name in self._knobs if name in self._shown_knobs])
+        self.tip.follow()
         why_not = session.ended or ("" if session.workload else NOTHING_LOADED)
         playing = session.playing and not why_not
-        self._play.description, self._play.icon = ("Pause", "pause") if playing else ("Play", "play")
-        self._play.button_style = "success" if playing else ""
-        self._play.tooltip = why_not or ("stop after the steps under way" if playing else "train until paused")
-        self._step.tooltip = why_not or "train one step"
-        self._play.disabled, self._step.disabled = bool(why_not), bool(why_not) or playing
+        self.play.description, self.play.icon = ("Pause", "pause") if playing else ("Play", "play")
+        self.play.tooltip = why_not or ("stop after the steps under way" if playing else "train until paused")
+        self.play.disabled = bool(why_not)
+        if self._can_restart:
+            self.play.description, self.play.icon, self.play.disabled = "Restart", "refresh", False
+            self.play.tooltip = "start the ranks again, with what was trained restored"
+        self.play.button_style = "" if playing else "success"  # what is to be pressed next
+        self.step.tooltip = why_not or "train one step"
+        self.step.disabled = bool(why_not) or playing
 
-    def _fold(self, fold: str) -> tuple[Any, Any]:
-        """Return the button that shows the knobs of a fold, and the box of these, which is closed at first."""
+    @property
+    def _can_restart(self) -> bool:
+        return self._session.ended not in ("", RESTARTING)
+
+    def _press_play(self) -> None:
+        if self._can_restart:
+            self._restart()
+        else:
+            self._ask(self._session.pause if self._session.playing else self._session.play)
+
+    def _fold(self, fold: str) -> Any:
+        """Return the box with the knobs of a fold."""
         names = [name for name, knob in self._knobs.items() if not knob.in_front and knob.fold == fold]
-        icon = _FOLD_ICONS.get(fold, "sliders")
-        shows = toggle(fold, icon, ", ".join(names))
-        shows.add_class(f"gpumem-show-{fold}")
+        heading = region("gpumem-heading", "heading", "")
+        heading.html = _HEADINGS.get(fold, fold.capitalize())
         controls = [self._with_error(name) for name in names]
         if fold == COMMUNICATION_FOLD:
             controls.append(self._with_error(_AUTOTUNE.name))
-        inside = box(controls, "gpumem-knobs")
-        inside.layout.display = "none"
-
-        def open_or_close(change: dict[str, Any]) -> None:
-            inside.layout.display = "" if change["new"] else "none"
-            (self._shown_knobs.update if change["new"] else self._shown_knobs.difference_update)(names)
-
-        shows.observe(open_or_close, names="value")
-        return shows, inside
+        return box([heading, box(controls, _KNOBS)], "gpumem-fold")
 
     def _with_error(self, name: str) -> Any:
-        foreseen = self._flip_predictions.regions.get(name)
-        parts = [self._widgets.get(name, self._autotune), self._errors[name], *([foreseen] if foreseen else [])]
-        if name == "batch_size":
-            parts.append(self._critical)
-        return box(parts, "gpumem-knob")
+        knob = box([self._widgets.get(name, self._autotune), self._errors[name]], "gpumem-knob")
+        knob.add_class(f"{CLASS}{name}")
+        return knob
 
     def _control(self, knob: Knob) -> Any:
         name = knob.name
         may = "may change the mathematics" if callable(knob.mathematics) else DOES[knob.mathematics]
-        common = {"description": name, "tooltip": f"{name}: {knob.help} ({may})"}
+        common = {"description": knob.label or name, "tooltip": f"{name}: {knob.help} ({may})"}
         if knob.choices:
             widget = ipywidgets.Dropdown(options=knob.choices, value=self._shown(name), **common)
         else:
@@ -177,7 +180,7 @@ class Controls:
 
     def _is_doubtful(self, name: str, value: str) -> bool:
         """Return whether it will not fit; the panel says so once, and choosing it again makes the flip."""
-        if (name, value) == self._doubted or not (refusal := self._flip_predictions.refusal(name, value)):
+        if (name, value) == self._doubted or not (refusal := self.tip.refusal(name, value)):
             self._doubted = None
             return False
         self._doubted = name, value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,14 @@ class DiagnosisView:
             if one.taken and not one.settled:
                 self._tell(one)
         return any(one.taken and not one.settled for one in self._cards)
+
+    @property
+    def line(self) -> str:
+        """How much was found, and the worst of it."""
+        findings = self._diagnosis.findings
+        if not findings:
+            return f"Doctor: {self._diagnosis.headline}"
+        return f"Doctor, {len(findings)} finding{'s' * (len(findings) > 1)}: {findings[0].cause}"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """Return the widget, and for a page without a kernel the same without buttons."""
@@ -156,15 +165,12 @@ def _sentence(words: str) -> str:
 class DoctorView(SearchView):
     """Asks the session what is wrong with it."""
 
-    def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
+    def __init__(self, session: Session, search: Ask, ask: Ask, close: Callable[[], object]) -> None:
         self._findings: DiagnosisView | None = None
         tip = "what is wrong with this session, what could be better, and how to fix it"
-        super().__init__(session, [], [("Examine", "stethoscope", tip, self._examine)], search, ask)
-
-    def was_opened(self) -> None:
-        """There is nothing to fill in: the first time it examines at once."""
-        if self._findings is None:
-            self.press()
+        super().__init__(
+            session, "Doctor", [], [("Examine again", "stethoscope", tip, self._examine)], search, ask, close
+        )
 
     def follow(self, why_not: str) -> None:
         """Switch the button off, for a reason, or on; and say what came of flips that were taken."""
@@ -177,4 +183,4 @@ class DoctorView(SearchView):
         found = DiagnosisView(self._session, self._session.doctor(progress=progress), self.ask)
         self.show([found.view])
         self._findings = found
-        return ""
+        return found.line

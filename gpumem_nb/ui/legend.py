@@ -1,4 +1,4 @@
-"""The key to the stacked charts with the worst rank's numbers, and a strip of all ranks where there are many."""
+"""The key to a report's stacked charts with the worst rank's numbers, and a strip of all ranks where there are many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..shared.categories import CATEGORIES, MEANING
 from ..shared.step_times import MEANING as MEANING_OF_PARTS
 from ..shared.step_times import PARTS
 from ..shared.units import format_bytes
-from .series import MOST_RANKS, Mark, Peak, above_median
+from .series import MOST_RANKS, Peak, above_median
 from .style import HEAT, LOOKS, TIME_COLOURS, UNKNOWN, mixed
 
 # What else the bars show.
@@ -55,16 +55,6 @@ def _parts(time: TimeReport | None) -> list[str]:
                 f"<i style='background: {TIME_COLOURS[part]}'></i>{part} {number}</li>"
             )
     return items
-
-
-def pins(marks: Sequence[Mark]) -> str:
-    """Return the key to the numbered marks in the charts."""
-    items = "".join(
-        f"<li{' class=gpumem-bad' if mark.bad else ''}><b>{mark.number}</b> {escape(mark.text)} "
-        f"<small>step {mark.step:,}</small></li>"
-        for mark in marks
-    )
-    return f"<ol class='gpumem-pins' aria-label='marks in the charts'>{items}</ol>" if items else ""
 
 
 def strip(found: Sequence[Peak]) -> str:

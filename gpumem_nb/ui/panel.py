@@ -15,6 +15,8 @@ from IPython.display import display, update_display
 
 from ..planning.score import foretold
 from ..report.rescue import Rescue
+from ..shared.errors import GpumemError
+from ..shared.messages import Failure
 from . import legend, threads, wording
 from .answers import Answers
 from .charts import Charts, View
@@ -23,7 +25,7 @@ from .controls import BottleneckLine, Controls
 from .pictures import common_limit, picture
 from .style import BIG
 from .threads import Actions
-from .widgets import ClosesDeadTabs, box, button, family, region, style_sheet, text_of, toggle
+from .widgets import Tab, box, button, family, region, style_sheet, text_of, toggle
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -53,7 +55,7 @@ class Panel:
         self._refreshing = threading.RLock()
         self._shown: tuple[Any, ...] = ()
         self._heard: Any = None
-        self._dismissed: Rescue | None = None
+        self._dismissed: Failure | None = None
         self._sidecar: Any = None
         self._kept = Kept(session)
         self._own_changes = threads.OwnChanges()
@@ -70,7 +72,7 @@ class Panel:
         """Show it beside the notebook, once, and below the cell what a saved notebook keeps of it."""
         from sidecar import Sidecar
 
-        before, self._sidecar = self._sidecar, Sidecar(title="GPU memory", anchor="split-right")
+        before, self._sidecar = self._sidecar, Sidecar(title=wording.tab(self._session), anchor="split-right")
         if before is not None:  # its tab may have been closed by hand, without a message to the kernel
             before.close()
         with self._sidecar:
@@ -136,20 +138,39 @@ class Panel:
         self._draw_anew()
         self._heard_s, self._heard = time.monotonic(), None
         self._refusal, self._dismissed = "", None
+        self._seen_effect: object = None  # which is shown no more
         self._ranks = self._session.ranks
         self._charts = Charts(self._ranks, BIG if self.big else 1.0)
-        self._controls = Controls(self._session, self._ask, self._questions.submit)
-        self._answers = Answers(self._session, self._searches.submit, self._ask)
+        self._controls = Controls(self._session, self._ask, self._questions.submit, self._restart)
+        self._answers = Answers(self._session, self._searches.submit, self._ask, self._controls.tip)
         self._status = region("gpumem-status", "status", "what is happening")
         self._alert = region("gpumem-alert", "alert", "")
+        self._alert.pressed = lambda _: self._close_message()
         self._effect = region("gpumem-effect", "status", "before and after the latest change")
+        self._effect.pressed = lambda _: self._close_effect()
         self._tiles = region("gpumem-numbers", "group", "numbers now")
         self._filling = region("gpumem-filling", "group", "what fills the memory")
-        self._key = region("gpumem-keys", "group", "what the charts show")
+        self._strip = region("gpumem-strips", "group", "the peaks of all ranks")
         self._truths = region("gpumem-truths", "group", "what the numbers of memory mean")
         self._truths.html = wording.truths(self._ranks)
-        self._dismiss = button("", "times", "close this message", self._close_message)
-        self._dismiss.add_class("gpumem-dismiss")
+        self._fits = [
+            button("", "", "train with these settings", partial(self._ask, partial(self._apply, place)))
+            for place in range(_FITS)
+        ]
+        self._lost = BottleneckLine(self._session, self._ask)
+        self._tab = Tab(label=wording.tab(self._session))
+        css = style_sheet(text_of("panel.css") + self._charts.css)
+        more, self._more = self._unfolding()
+        top = box([self._status, self._controls.play, more], "gpumem-top")
+        # Over the lower edge of the charts of memory, which they are about.
+        message = box([self._alert, box(self._fits, "gpumem-fits")], "gpumem-message")
+        charts = box([self._charts.figure, message], "gpumem-charts")
+        seen = [css, top, self._tiles, charts, self._strip, self._controls.knobs, self._more, self._answers.buttons]
+        asked = [self._effect, self._controls.tip.widget, self._answers.views]
+        return [*seen, *asked, self._filling, self._lost.widget, self._tab]
+
+    def _unfolding(self) -> tuple[Any, Any]:
+        """Return a button, and what it shows: a step, how charts are drawn, all other knobs, and words."""
         self._pin = toggle("compare with this", "thumb-tack", "compare all further settings with those of now")
         self._latest = toggle(f"last {LAST_STEPS} steps", "search-plus", "of all steps, show the latest alone")
         self._smooth = toggle("smooth", "line-chart", "lines as moving averages")
@@ -157,21 +178,13 @@ class Panel:
         self._pin.observe(lambda change: self._wanted_pin(change["new"]), names="value")
         for choice in (self._latest, self._smooth, self._log_loss):
             choice.observe(lambda _: self._draw_anew(), names="value")
-        css = style_sheet(text_of("panel.css") + self._charts.css)
-        top = box([self._status, self._controls.buttons], "gpumem-top")
-        answers = [self._answers.buttons, self._answers.opened]
-        self._fits = [
-            button("", "", "train with these settings", partial(self._ask, partial(self._apply, place)))
-            for place in range(_FITS)
-        ]
-        fits = box(self._fits, "gpumem-fits")
-        self._lost = BottleneckLine(self._session, self._ask)
-        usual = box([self._filling, self._lost.widget], "gpumem-usual")
-        message = box([self._alert, self._dismiss, fits, usual], "gpumem-message")
-        view_of = box([self._pin, self._latest, self._smooth, self._log_loss], "gpumem-choices")
-        knobs = [self._controls.knobs, *self._controls.folds, self._controls.foreseen]
-        figures = [self._tiles, self._effect, message, self._charts.figure, self._key, view_of, self._truths]
-        return [css, top, *knobs, *answers, *figures, ClosesDeadTabs()]
+        choices = box([self._controls.step, self._pin, self._latest, self._smooth, self._log_loss], "gpumem-choices")
+        inside = box([choices, *self._controls.further, self._truths], "gpumem-more")
+        inside.layout.display = "none"
+        shows = toggle("", "ellipsis-h", "a single step, more knobs, communication, how charts are drawn")
+        shows.add_class("gpumem-show-more")
+        shows.observe(lambda change: setattr(inside.layout, "display", "" if change["new"] else "none"), names="value")
+        return shows, inside
 
     def _watch(self, session: Session) -> None:
         pause_s = 0.0
@@ -191,12 +204,40 @@ class Panel:
         self._refusal = ""
         self._actions.submit(action)
 
+    def _restart(self) -> None:
+        """Start the ranks of a session that has ended: what serves it has ended, too, so on a thread of its own."""
+        session = self._session
+
+        def restart() -> None:
+            try:
+                session.restart(lambda what, done: setattr(self._status, "html", wording.starting(what)))
+            except GpumemError as why:
+                self._refusal = str(why)
+                self._refresh()
+
+        self._controls.play.disabled = True
+        threads.start(restart, "gpumem_nb panel restart")
+
     def _refused(self, why: str) -> None:
         self._refusal = why
 
     def _close_message(self) -> None:
-        self._dismissed = self._session.history.rescue
+        """Close what was refused, or else the card about a discarded step."""
+        if self._refusal:
+            self._refusal = ""
+        else:
+            self._dismissed = self._failure
         self._draw_anew()
+
+    def _close_effect(self) -> None:
+        self._seen_effect = self._effect_of
+        self._draw_anew()
+
+    @property
+    def _effect_of(self) -> object:
+        """Return what the latest effect is one of."""
+        effect = self._session.history.effect()
+        return effect and (effect.flip, effect.after.settings_id)
 
     def _follow_pin(self) -> None:
         history = self._session.history
@@ -242,10 +283,10 @@ class Panel:
         self._controls.follow()
         self._answers.follow()
         self._status.html = status
+        self._tab.label = wording.tab(session)
         rescue = self._rescue
         cards = wording.rescue(rescue) + "".join(map(wording.leak, history.leaks.values()))
         self._alert.html = wording.alert(self._refusal) or cards
-        self._dismiss.layout.display = "" if rescue and not self._refusal else "none"
         self._offer(None if self._refusal else rescue)
         if not session.playing:
             self._kept.follow()
@@ -256,24 +297,29 @@ class Panel:
         if state == self._shown:
             return
         self._shown = state
-        effect = history.effect()
+        effect = None if self._effect_of == self._seen_effect else history.effect()
         predicted = foretold(history.asked, history.tried, effect.after) if effect else None
         self._effect.html = wording.effect(effect, predicted)
-        self._tiles.html = wording.tiles(session, history.readings)
         choice = Choice(self._latest.value, self._smooth.value, self._log_loss.value)
         view = View.of_session(session, self._ranks, choice, Attempt.of(self._rescue, history.readings))
+        self._tiles.html = wording.tiles(session, history.readings, view.time)
         blocks = session.workload.blocks if session.workload else 0
         words = wording.filling(view.peaks, history, blocks)
         self._filling.html = f"<p>{words}</p>" if words else ""
-        key = legend.key(view.worst, view.time)
-        self._key.html = key + legend.pins(view.marks) + legend.strip(view.peaks)
+        self._strip.html = legend.strip(view.peaks)
         self._charts.update(view)
 
     @property
     def _rescue(self) -> Rescue | None:
         """Return the card about a discarded step, until the user has closed it."""
         history = self._session.history
-        return None if self._session.ended or history.rescue is self._dismissed else history.rescue
+        return None if self._session.ended or self._failure is self._dismissed else history.rescue
+
+    @property
+    def _failure(self) -> Failure | None:
+        """Return what a card would be about; what is found out later about the same makes no other card."""
+        rescue = self._session.history.rescue
+        return rescue.failure if rescue else None
 
 
 if TYPE_CHECKING:

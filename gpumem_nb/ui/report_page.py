@@ -93,7 +93,7 @@ def _charts(session: Session) -> tuple[str, str]:
         include_plotlyjs=True,
         config={"displayModeBar": False, "responsive": True},
     )
-    key = legend.key(view.worst, view.time) + legend.pins(view.marks) + legend.strip(view.peaks)
+    key = legend.key(view.worst, view.time) + legend.strip(view.peaks)
     return f"<h2>Charts</h2><div class='gpumem-panel gpumem-report'>{drawn}{key}</div>", text_of(
         "panel.css"
     ) + assembly.css + _CSS

@@ -13,7 +13,7 @@ import ipywidgets
 
 from ..shared.answers import Progress
 from ..shared.errors import GpumemError
-from .widgets import Ask, box, button, family, region
+from .widgets import Ask, box, button, family, region, toggle
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -31,7 +31,9 @@ class _Asked:
 
 
 class SearchView:
-    """One question at a time, which may take long and can be stopped.
+    """One question at a time, which begins when the view is opened, may take long, and can be stopped.
+
+    Closed, it keeps one line: what was said last, and what there is to press about that.
 
     Attributes:
         widget: everything.
@@ -39,19 +41,24 @@ class SearchView:
 
     Args:
         session: whom to ask.
-        form: what is to be filled in.
-        questions: for each its button's words, icon and tip, and what to ask.
+        title: what it is called.
+        form: what may be filled in, behind a button.
+        questions: for each its button's words, icon and tip, and what to ask. The first is asked when it is opened.
         search: has something done that may take long, on a thread of its own; if that, or what ``ask`` does at once,
             is refused, the panel says so.
+        ask: as the attribute.
+        close: closes it, as the panel does when another is opened.
     """
 
     def __init__(
         self,
         session: Session,
+        title: str,
         form: Sequence[Any],
         questions: Sequence[tuple[str, str, str, Question]],
         search: Ask,
         ask: Ask,
+        close: Callable[[], object] = lambda: None,
     ) -> None:
         self._session = session
         self.ask = ask
@@ -65,17 +72,40 @@ class SearchView:
         self._stop = button("Stop", "stop", "end it with what was found by then", self._stop_pressed)
         self._stop.layout.display = "none"
         self._said = region("gpumem-searching", "status", "how far it is, and what was found")
+        self._line = box([], "gpumem-line")
         self._found = ipywidgets.VBox([])
         self._found.add_class("gpumem-answer")
-        self.widget = ipywidgets.VBox([box([*form, *self._begin, self._stop], "gpumem-form"), self._said, self._found])
+        self._options = toggle("options", "sliders", "what it goes by, and to ask again")
+        self._form = box([*form, *self._begin], "gpumem-form")
+        self._form.layout.display = "none"
+        self._options.observe(self._unfold, names="value")
+        heading = region("gpumem-heading", "heading", "")
+        heading.html = f"<b>{escape(title)}</b>"
+        closing = button("", "times", "close: one line stays", close)
+        closing.add_class("gpumem-close-answer")
+        self._top = box([heading, self._options, closing], "gpumem-answer-top")
+        self.is_open = False
+        parts = [self._top, self._form, box([self._said, self._stop, self._line], "gpumem-said"), self._found]
+        self.widget = ipywidgets.VBox(parts)
+        self.widget.add_class("gpumem-view")
+        self._fold()
+
+    def open(self) -> None:
+        """Show all of it, and ask, unless something is being asked or an answer stands there."""
+        self.is_open = True
+        self._fold()
+        if self._asked is None and not self._found.children:
+            self.press()
+
+    def fold(self) -> None:
+        """Leave one line of it; what is being asked goes on."""
+        self.is_open = False
+        self._fold()
 
     def follow(self, why_not: str) -> None:
         """Switch the buttons off, for a reason, or on."""
         for begin in self._begin:
             begin.disabled = bool(why_not) or self._asked is not None
-
-    def was_opened(self) -> None:
-        """Handle that the user opened it, with perhaps nothing to fill in."""
 
     def press(self) -> None:
         """Ask the first question, as its button does, unless that is switched off."""
@@ -86,10 +116,25 @@ class SearchView:
         """End what is under way."""
         self._stopped.set()
 
+    def keep(self, widgets: Sequence[Any]) -> None:
+        """Show widgets beside the line that stays when it is closed."""
+        self._replace(self._line, widgets)
+
+    def _fold(self) -> None:
+        self._top.layout.display = self._found.layout.display = "" if self.is_open else "none"
+        self._form.layout.display = "" if self.is_open and self._options.value else "none"
+        self.widget.layout.display = "" if self.is_open or self._said.html else "none"
+
+    def _unfold(self, _: object) -> None:
+        self._fold()
+
     def show(self, found: Sequence[Any]) -> None:
         """Show widgets below."""
-        before = self._found.children
-        self._found.children = tuple(found)
+        self._replace(self._found, found)
+
+    def _replace(self, place: Any, found: Sequence[Any]) -> None:
+        before = place.children
+        place.children = tuple(found)
         for widget in before:
             for one in family(widget):
                 one.close()
@@ -125,6 +170,7 @@ class SearchView:
         try:
             self._heed("", 0.0)  # before what was found earlier is taken away
             self.show([])
+            self.keep([])
             with self._session.telling(self._heed):  # Stop is heard while ranks are waited for, too
                 said = asked.question(self._progress)
         except KeyboardInterrupt as why:
@@ -141,6 +187,7 @@ class SearchView:
         self._stop.layout.display = "none"
         self._said.html = f"<p>{escape(said)}</p>" if said else ""
         self.follow("")
+        self._fold()
 
     def _heed(self, what: str, done: float) -> None:
         if self._stopped.is_set():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,9 +86,8 @@ def smoothed(values: Array, weight: float = SMOOTHING) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line at a step; ``bad`` for what ended a step. They are numbered from 1, the latest highest."""
+    """A vertical line at a step; ``bad`` for what ended a step."""
 
-    number: int
     step: int
     text: str
     bad: bool
@@ -111,10 +110,9 @@ def marks(by_rank: Sequence[Sequence[Sample]], settings: Callable[[int], Setting
             step = first.step + bool(kinds)
             earlier = found.pop(step, None)
             joined = f"{earlier.text} → {text}" if earlier else text
-            found[step] = Mark(0, step, joined, bool(kinds) or bool(earlier and earlier.bad))
+            found[step] = Mark(step, joined, bool(kinds) or bool(earlier and earlier.bad))
         before = now or before
-    numbered = [replace(mark, number=number) for number, mark in enumerate(found.values(), start=1)]
-    return numbered[-MOST_MARKS:]
+    return list(found.values())[-MOST_MARKS:]
 
 
 MOST_RANKS = 8  # of more, three get a bar each

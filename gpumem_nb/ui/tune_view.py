@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -90,23 +91,17 @@ def _label(text: str) -> Any:
 
 
 class TuneView(SearchView):
-    """Asks the session to tune, and for what fits."""
+    """Asks the session for the fastest settings that fit."""
 
-    def __init__(self, session: Session, search: Ask, ask: Ask) -> None:
+    def __init__(self, session: Session, search: Ask, ask: Ask, close: Callable[[], object]) -> None:
         self._budget = _text("budget", "the limit", "what may be reserved on a rank, such as 512MiB")
         self._batch = _text("global batch", "as it is", "samples of a step of all ranks")
         self._seconds = _text("seconds", "60", "how long it may take, about")
         self._any = ipywidgets.Checkbox(description="change the mathematics", indent=False)
         self._any.tooltip = "consider fp16 and bf16 too, which train another way"
         tune = ("Find the fastest", "bolt", "look for the fastest settings that fit", self._tune)
-        tip = "the largest micro-batch under each precision and checkpointing"
-        super().__init__(
-            session,
-            [self._budget, self._batch, self._seconds, self._any],
-            [tune, ("What fits?", "th", tip, self._what_fits)],
-            search,
-            ask,
-        )
+        form = [self._budget, self._batch, self._seconds, self._any]
+        super().__init__(session, "Tune", form, [tune], search, ask, close)
 
     def _tune(self, progress: Progress) -> str:
         batch, seconds = self._batch.value.strip(), self._seconds.value.strip() or "60"
@@ -123,22 +118,37 @@ class TuneView(SearchView):
             same_mathematics=not self._any.value,
             progress=progress,
         )
-        self.show(list(self._parts(result)))
-        return result.why
+        self.show(self._details(result))
+        if result.typed:
+            self.keep([ApplyView(result, self.ask).view])
+        return result.line
 
-    def _parts(self, result: TuneResult) -> list[Any]:
-        parts: list[Any] = [ipywidgets.HTML(shown_html(result.shown[1:]))]
+    def _details(self, result: TuneResult) -> list[Any]:
+        """Return why, and what was measured, as a chart and as a table that is folded."""
+        table = f"<details><summary>everything that was measured</summary>{shown_html(result.shown[1:])}</details>"
+        parts: list[Any] = [ipywidgets.HTML(f"<p>{escape(result.why)}</p>"), ipywidgets.HTML(table)]
         if result.measured:
             from .figures import tuned_widget  # plotly takes long to import
 
-            parts.insert(0, tuned_widget(result))
-        if result.typed:
-            parts.insert(0, ApplyView(result, self.ask).view)
+            parts.insert(1, tuned_widget(result))
         return parts
 
+
+class FitsView(SearchView):
+    """Asks the session for what fits."""
+
+    def __init__(self, session: Session, search: Ask, ask: Ask, close: Callable[[], object]) -> None:
+        tip = "the largest micro-batch under each precision and checkpointing"
+        super().__init__(session, "What fits", [], [("Look again", "th", tip, self._what_fits)], search, ask, close)
+
     def _what_fits(self, progress: Progress) -> str:
-        self.show([fits_view(self._session.what_fits(progress=progress), self.ask)])
-        return ""
+        found = self._session.what_fits(progress=progress)
+        self.show([fits_view(found, self.ask)])
+        fitting = [cell for cell in found.cells if cell.largest]
+        if not fitting:
+            return "What fits: nothing under any precision and checkpointing."
+        most = max(fitting, key=lambda cell: cell.largest)
+        return f"What fits: micro-batches of up to {most.largest:,}, with {most.precision} and {most.checkpointing}."
 
 
 def _text(label: str, placeholder: str, tip: str) -> Any:

@@ -26,7 +26,9 @@ def text_of(name: str) -> str:
 class Region(anywidget.AnyWidget):
     """A piece of the page that changes while people read it or have it read to them.
 
-    It is HTML under an ARIA role: ``status`` and ``alert`` are announced when they change, ``group`` is not.
+    It is HTML under an ARIA role: ``status`` and ``alert`` are announced when they change, ``group`` is not. A press on
+    what has the attribute ``data-press`` is told to :attr:`pressed` with its value, and so is Escape, as ``close``,
+    where something can be pressed that has that value.
     """
 
     _esm = text_of("region.js")
@@ -34,11 +36,27 @@ class Region(anywidget.AnyWidget):
     role = traitlets.Unicode("group").tag(sync=True)
     label = traitlets.Unicode().tag(sync=True)
 
+    def __init__(self, **traits: Any) -> None:
+        super().__init__(**traits)
+        self.pressed: Callable[[str], object] = lambda what: None
+        self.on_msg(lambda widget, what, buffers: self.pressed(str(what)))
 
-class ClosesDeadTabs(anywidget.AnyWidget):
-    """Draws nothing, and closes docked panels of a kernel that is gone, of which this kernel knows nothing."""
 
-    _esm = text_of("dead_tabs.js")
+class FocusedKnob(anywidget.AnyWidget):
+    """Draws nothing, and knows the name of the knob of its panel that had the focus last."""
+
+    _esm = text_of("focused_knob.js")
+    knob = traitlets.Unicode().tag(sync=True)
+
+
+class Tab(anywidget.AnyWidget):
+    """Draws nothing. It names the tab of a docked panel, which sidecar does but once, when it makes it.
+
+    And it closes docked panels of a kernel that is gone, of which this kernel knows nothing.
+    """
+
+    _esm = text_of("tab.js")
+    label = traitlets.Unicode().tag(sync=True)
 
 
 def region(css_class: str, role: str, label: str) -> Region:

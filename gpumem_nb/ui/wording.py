@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..kernel.history import History
@@ -15,6 +18,7 @@ from ..report.differences import typed
 from ..report.freed import leak_headline, leak_what
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
+from ..report.step_time import TimeReport
 from ..shared import categories as c
 from ..shared.forecast import MOST_BATCH
 from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, Need
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 2.0  # the panel mentions an answer that takes longer
 _WORTH_A_WORD = 0.1  # of the peak
 _VERDICTS = {FITS: ("✓", "will-fit"), TIGHT: ("≈", "tight"), DOES_NOT_FIT: ("✗", "too-large")}
-_MATHEMATICS = {KEEPS: "", KEEPS_TO_ROUNDING: " ≃", CHANGES: " ≠"}
+_MATHEMATICS = {KEEPS: "same results", KEEPS_TO_ROUNDING: "same to rounding", CHANGES: "trains otherwise"}
 _SIGNS = {"trains": "▶", "rests": "❚❚", "waits": "…", "ended": "■"}
 
 
@@ -39,6 +43,17 @@ def status(session: Session, silent_s: float) -> str:
     state = _state(session, silent_s)
     sign = f'<i class="gpumem-sign gpumem-{state}" aria-hidden="true">{_SIGNS[state]}</i>'
     return f"{sign}<span>{_doing(session, silent_s)}</span>"
+
+
+def tab(session: Session) -> str:
+    """Return what a docked panel's tab is called: after what is trained, and the notebook, where that is known."""
+    of = Path(os.environ.get("JPY_SESSION_NAME", "")).stem  # jupyter_server sets it, to the notebook's path
+    return " · ".join(filter(None, [session.workload.name if session.workload else "GPU memory", of]))
+
+
+def starting(what: str) -> str:
+    """Return how far the ranks are that are being started again."""
+    return f'<i class="gpumem-sign gpumem-waits" aria-hidden="true">{_SIGNS["waits"]}</i><span>{_sentence(what)}</span>'
 
 
 def _state(session: Session, silent_s: float) -> str:
@@ -56,8 +71,7 @@ def _doing(session: Session, silent_s: float) -> str:
     if session.ended == RESTARTING:
         return _sentence(session.ended)
     if session.ended:
-        again = "%hvd_start" if session.ended == "stopped" else "%hvd_restart"
-        return f"{_sentence(session.ended)} Start again with {again}."
+        return f"{_sentence(session.ended)} Press Restart to go on with what was trained, or begin anew: %hvd_start"
     if wait_report := session.wait_report:
         # Seconds are for the eyes: a screen reader would announce every one of them.
         return f'{_sentence(wait_report.text)} <small aria-hidden="true">{wait_report.seconds:.0f} s</small>'
@@ -82,19 +96,31 @@ def _sentence(text: str) -> str:
     return f"{escape(text[:1].upper() + text[1:])}."
 
 
-def tiles(session: Session, readings: Sequence[Reading | None]) -> str:
+def tiles(session: Session, readings: Sequence[Reading | None], time: TimeReport | None = None) -> str:
     """Return the few numbers that are shown large: those of the latest configuration, as ``%hvd_runs`` has them."""
     tried = session.history.now()
     speed = tried.samples_per_s if tried else None
     batch = tried.settings.samples_per_rank * session.size if tried else 0
     memory, of = _peak(tried, readings)
+    steps = f'<i class="gpumem-steps">{session.history.steps:,}</i>'
     return _tiles(
-        (f"{format_rate(speed)}", "samples/s, all ranks"),
-        (memory, f"VRAM peak{of}"),
-        ("n/a" if tried is None or tried.loss is None else f"{tried.loss:.4f}", "loss"),
-        (f"{1000 * batch / speed:.0f} ms" if speed else "n/a", "step time"),
-        (f"{session.history.steps:,}", f"steps{_epochs(session)}"),
+        (memory, f"peak{escape(of)}"),
+        (f"{format_rate(speed)}", "samples/s, all ranks" if session.size > 1 else "samples/s"),
+        (f"{1000 * batch / speed:.0f} ms" if speed else "n/a", f"step{escape(_waiting(time))}"),
+        (
+            "n/a" if tried is None or tried.loss is None else f"{tried.loss:.4f}",
+            f"loss, step {steps}{_epochs(session)}",
+        ),
     )
+
+
+def _waiting(time: TimeReport | None) -> str:
+    """Return how much of a step the ranks wait, and for whom, if that is one of them."""
+    if time is None or len(time.ranks) < 2:
+        return ""
+    if time.straggler:
+        return f", {100 * time.straggler.share:.0f} % waiting for rank {time.straggler.rank}"
+    return f", {100 * time.waiting:.0f} % waiting"
 
 
 def _peak(tried: Tried | None, readings: Sequence[Reading | None]) -> tuple[str, str]:
@@ -118,17 +144,21 @@ def _epochs(session: Session) -> str:
 
 
 def _tiles(*numbers: tuple[str, str]) -> str:
-    body = "".join(f"<div><b>{escape(number)}</b><span>{escape(what)}</span></div>" for number, what in numbers)
+    """Return numbers, each above what it is, which is HTML."""
+    body = "".join(f"<div><b>{escape(number)}</b><span>{what}</span></div>" for number, what in numbers)
     return f'<div class="gpumem-tiles">{body}</div>'
+
+
+_CLOSE = '<button class="gpumem-close" data-press="close" title="close (Esc)" aria-label="close">×</button>'
 
 
 def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
     """Before and after the latest flip, or the pinned configuration and the latest; and what was predicted for it."""
     if effect is None:
-        return "<div>Change a setting: what that does to memory and speed is shown here.</div>"
+        return ""
     flip = f"{'pinned: ' if effect.pinned else ''}{effect.flip}"
     if not effect.after.steps:
-        return f"<div><span>{escape(flip)}</span> will be measured with the next step</div>"
+        return f"<div>{_CLOSE}<b>{escape(flip)}</b> will be measured with the next step</div>"
     peaks = f"<span>live peak <b>{escape(effect.memory)}</b></span>"
     if foretold:
         came = format_bytes(effect.after.peak_bytes)
@@ -136,66 +166,92 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
     measured = "".join(
         f" <span>{escape(told)}</span>" for told in (effect.speed, effect.communication, effect.caveat) if told
     )
-    return f"<div><span>{escape(flip)}</span> {peaks}{measured}</div>"
+    return f"<div>{_CLOSE}<span>{escape(flip)}</span> {peaks}{measured}</div>"
 
 
-def flip(value: str, foreseen: Prediction | None, why_not: str, mathematics: str) -> str:
-    """Return what a flip to this value would need, and what it does to the mathematics.
+def tip(knob: str, about: Sequence[str], rows: Sequence[str]) -> str:
+    """Return what a knob does, and a row for each of its values."""
+    said = " ".join(_sentence(one) for one in about if one)
+    return f"<div>{_CLOSE}<p><b>{escape(knob)}</b> {said}</p><table>{''.join(rows)}</table></div>"
 
-    ``why_not``: why nothing can be said, empty while it is looked for.
+
+def present(value: str, means: str, now: Prediction | None) -> str:
+    """Return the row of the present value; ``now``: what is predicted of the present settings."""
+    memory = now.in_words(now.live_peak_bytes) if now else ""
+    speed = f"{format_rate(now.samples_per_s)}/s" if now and now.samples_per_s else ""
+    return _row("", value, means, memory, speed, "now", "gpumem-present")
+
+
+def flip(
+    value: str, means: str, foreseen: Prediction | None, now: Prediction | None, why_not: str, mathematics: str
+) -> str:
+    """Return what a flip to this value would change from now, with a button that makes it.
+
+    ``why_not``: why nothing can be said, empty while it is looked for, a dash where there is nothing to say.
     """
+    does = f'<button data-press="{escape(value)}" title="{_MATHEMATICS[mathematics]}">flip</button>'
+    same = _MATHEMATICS[mathematics]
     if foreseen is None:
-        size = "n/a" if why_not else "…"
-        return (
-            f'<div class="gpumem-flip" title="{escape(why_not or "not predicted yet")}">'
-            f"<b></b><span>{escape(value)}</span><em>{size}</em></div>"
-        )
+        size = "" if why_not == "-" else "n/a" if why_not else "…"
+        title = "" if why_not == "-" else why_not or "being predicted"
+        return _row("", value, means, size, "", f"{same} {does}", "", title)
     sign, look = _VERDICTS.get(foreseen.verdict, ("", "will-fit"))
-    limit = foreseen.limit_bytes or foreseen.high_bytes or 1
-    live, reserved = (100 * min(1, size / limit) for size in (foreseen.live_peak_bytes, foreseen.reserved_peak_bytes))
-    rate = "" if foreseen.samples_per_s is None else f"{format_rate(foreseen.samples_per_s)}/s"
+    verdict = f'<b role="img" aria-label="{escape(foreseen.verdict)}">{sign}</b>'
+    memory, speed = foreseen.in_words(foreseen.live_peak_bytes), _speed(foreseen, now)
+    if now and not (now.lower_bound or foreseen.lower_bound):
+        memory = _signed_bytes(foreseen.live_peak_bytes - now.live_peak_bytes)
+    return _row(verdict, value, means, memory, speed, f"{same} {does}", f"gpumem-{look}", str(foreseen))
+
+
+def _row(verdict: str, value: str, means: str, memory: str, speed: str, does: str, look: str, title: str = "") -> str:
     return (
-        f'<div class="gpumem-flip gpumem-{look}" title="{escape(str(foreseen))}">'
-        f'<b role="img" aria-label="{escape(foreseen.verdict)}">{sign}</b>'
-        f"<span>{escape(value)}{_MATHEMATICS[mathematics]}</span>"
-        f"<em>{foreseen.in_words(foreseen.live_peak_bytes)}</em>"
-        f'<i style="--live: {live:.0f}%; --reserved: {reserved:.0f}%"></i><u>{rate}</u></div>'
+        f'<tr class="gpumem-flip {look}" title="{escape(title)}"><td>{verdict}</td><td><b>{escape(value)}</b> '
+        f"<small>{escape(means)}</small></td><td><em>{escape(memory)}</em></td><td><u>{escape(speed)}</u></td>"
+        f"<td>{does}</td></tr>"
     )
 
 
-def critical_batch(session: Session) -> str:
-    """Up to which global batch more samples a step still pay, in few letters; the whole sentence by hovering."""
+def _signed_bytes(size: int) -> str:
+    return "± 0" if not size else f"{'+' if size > 0 else '−'}{format_bytes(abs(size))}"
+
+
+def _speed(foreseen: Prediction, now: Prediction | None) -> str:
+    """Return by how much faster or slower than now it will be, or that this lies within what steps differ by."""
+    if foreseen.samples_per_s is None:
+        return ""
+    if now is None or now.samples_per_s is None:
+        return f"{format_rate(foreseen.samples_per_s)}/s"
+    (low, high), (now_low, now_high) = (
+        (one.low_samples_per_s or 0.0, one.high_samples_per_s or math.inf) for one in (foreseen, now)
+    )
+    if low <= now_high and now_low <= high:
+        return "≈ as fast"
+    return f"{100 * (foreseen.samples_per_s / now.samples_per_s - 1):+.0f} %".replace("-", "−")
+
+
+def critical(session: Session) -> str:
+    """Return up to which global batch more samples a step still pay; empty without a workload."""
     if session.workload is None:
         return ""
     batch, scale = session.settings.samples_per_rank * session.size, session.history.noise_scale
-    if scale is None:
-        why = "one rank alone does not show it" if session.size == 1 else "it is measured every 20 steps"
-        sentence, short = f"critical batch not known: {why}", "n/a"
-    else:
-        about = f"{float(f'{scale:.2g}'):,.0f}"
-        sentence, short = f"critical batch about {about} samples", about
-    title = f"{sentence}; the global batch is {batch:,} (gradient noise scale, McCandlish et al. 2018)"
-    return f'<span title="{escape(title)}">critical<span class="gpumem-wide"> batch</span> {short}</span>'
-
-
-def largest(batch_size: int, samples: int | None) -> str:
-    """Return the last line below the flips of the batch size; ``samples``: how many the data has, if known."""
-    most = f"{batch_size:,} at most" if batch_size else "not even 1 fits"
-    if batch_size == (samples or MOST_BATCH):
-        most = f"{batch_size:,} at most (all data)" if samples else "any fits"
-    return f'<div class="gpumem-flip"><b></b><span>{most}</span></div>'
-
-
-def flip_key(limit_bytes: int | None, waits: bool) -> str:
-    """Return the key to the signs and bars of flips; ``waits``: for the next step."""
-    if waits:
-        return "<p>A cell ran. Predictions refresh after the next step.</p>"
-    of = f", of {format_bytes(limit_bytes)}" if limit_bytes else ""
-    signs = ", ".join(f"{sign} {verdict}" for verdict, (sign, _) in _VERDICTS.items())
+    known = f"about {float(f'{scale:.2g}'):,.0f} samples" if scale else "not known: it is measured every 20 steps"
+    if scale is None and session.size == 1:
+        known = "not known: one rank alone does not show it"
     return (
-        f"<p>{signs}; ≠ other mathematics, ≃ the same to rounding. Live peaks, as bars with reserved memory in "
-        f"pale{of}, on the rank with least room; samples/s of all ranks. From steps that are undone.</p>"
+        f"Critical batch {known}; the global batch is {batch:,}. Up to there (gradient noise scale, McCandlish et al. "
+        "2018) twice the samples nearly halve the steps; far above they hardly save any."
     )
+
+
+def largest(batch_size: int, samples: int | None, now: int) -> str:
+    """Return the last row of the batch size; ``samples``: how many the data has, if known."""
+    if batch_size == (samples or MOST_BATCH):
+        said = f"{batch_size:,} is the most that the data has" if samples else "any micro-batch fits"
+    else:
+        said = f"{batch_size:,} is the largest that fits" if batch_size else "not even 1 fits"
+    flips = batch_size not in (0, now, MOST_BATCH)
+    does = f'<button data-press="{batch_size}">flip</button>' if flips else ""
+    return f'<tr class="gpumem-flip gpumem-largest"><td></td><td colspan="3">{said}</td><td>{does}</td></tr>'
 
 
 def field_error(value: str, why: str) -> str:
@@ -248,11 +304,12 @@ def rescue(rescue: Rescue | None) -> str:
     facts = [] if failure.kind == "diverged" else [("part of the step", failure.phase), ("module", failure.module)]
     if failure.kind == "oom":
         facts += [("asked for", format_bytes(failure.asked_bytes)), ("free", format_bytes(failure.free_bytes))]
-    shown = "".join(f"<span>{escape(name)} <b>{escape(value)}</b></span> " for name, value in facts if value)
+    facts_said = " ".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in facts if value)
+    shown = f"<p>{facts_said}</p>" if facts_said else ""
     message = "" if failure.kind == "oom" else f"<p>{escape(failure.message)}</p>"
     did = f"<p>The step was discarded on all ranks; {escape(rescue.did)}.</p>" if rescue.did else ""
     advice = f"<p>{escape(rescue.advice)}</p>" if rescue.advice else ""
-    return f"<div><h4>Step {rescue.step}: {what}</h4>{shown}{message}{did}{advice}</div>"
+    return f"<div>{_CLOSE}<h4>Step {rescue.step}: {what}</h4>{shown}{message}{did}{advice}</div>"
 
 
 def leak(found: Sequence[Leak]) -> str:
@@ -272,7 +329,7 @@ def truths(ranks: Sequence[RankInfo]) -> str:
 
 def alert(text: str) -> str:
     """Return a sentence about something that could not be done."""
-    return f"<div>{escape(text)}</div>" if text else ""
+    return f"<div>{_CLOSE}{escape(text)}</div>" if text else ""
 
 
 _MOST_HINTS = 2

@@ -26,6 +26,7 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE_URL = "/user/somebody"  # as under a JupyterHub: whoever makes addresses by hand forgets it
 TIMEOUT_S = 120.0  # at most; a busy machine needs many times as long as an idle one
+_NOTEBOOK = "[...jupyterapp.shell.widgets('main')].find(one => one.sessionContext)"  # a docked panel may have the focus
 CHROMIUM_FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -174,7 +175,7 @@ class Notebook:
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the kernel; one that prints as a literal."""
         if self._client is None:
-            kernel = self.page.evaluate("jupyterapp.shell.currentWidget.sessionContext.session.kernel.id")
+            kernel = self.page.evaluate(f"{_NOTEBOOK}.sessionContext.session.kernel.id")
             connection = self._lab.folder / "jupyter_runtime_dir" / f"kernel-{kernel}.json"
             self._client = BlockingKernelClient(connection_file=str(connection))
             self._client.load_connection_file()
@@ -215,7 +216,7 @@ class Notebook:
         if self._client is not None:
             self._client.stop_channels()
         if not self.page.is_closed():
-            self.page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+            self.page.evaluate(f"{_NOTEBOOK}.sessionContext.shutdown()")
             self.page.close()
 
 

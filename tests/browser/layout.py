@@ -12,14 +12,17 @@ from .panel_page import PanelPage
 # Whatever shows words or numbers in the panel, each as its own box; of text that is cut off, the part that is seen.
 _TEXTS = """panel => {
     const seen = [];
-    const add = (element, box) => box.width && box.height && seen.push(
+    const message = panel.querySelector('.gpumem-message').getBoundingClientRect();  // lies over charts on purpose
+    const covered = (element, box) => message.height && element.closest('.js-plotly-plot') &&
+        box.bottom > message.top && box.top < message.bottom;
+    const add = (element, box) => box.width && box.height && !covered(element, box) && seen.push(
         [element.textContent.trim().slice(0, 40), box.left, box.top, box.right, box.bottom]);
     for (const text of panel.querySelectorAll('.js-plotly-plot text'))
         if (text.textContent.trim() && !text.closest('.hoverlayer')) add(text, text.getBoundingClientRect());
     for (const part of panel.querySelectorAll(
         '.gpumem-status > span, button, .widget-label, select, input, .gpumem-tiles b, .gpumem-tiles span, ' +
-        '.gpumem-flip span, .gpumem-flip em, .gpumem-effect > div, .gpumem-message, .gpumem-key li, ' +
-        '.gpumem-pins li, summary'))
+        '.gpumem-tip p, .gpumem-flip td, .gpumem-effect > div, .gpumem-filling p, .gpumem-verdict p, ' +
+        '.gpumem-searching p, summary'))
         add(part, part.getBoundingClientRect());
     for (const plot of panel.querySelectorAll('.js-plotly-plot'))  // the highest tick may stand at the very top
         for (const axis of Object.values(plot._fullLayout).filter(one => one?._id?.startsWith('y') && one.visible)) {
@@ -87,12 +90,38 @@ def _collisions(boxes: list[Box]) -> list[tuple[Box, Box]]:
 
 
 def size(panel: PanelPage) -> tuple[float, float]:
-    """Width of the panel, and pixels from its top to the end of its charts' key."""
+    """Width of the panel, and pixels from its top to the end of its buttons of answers."""
     width, height = panel.page.locator(".gpumem-panel").last.evaluate(
-        "panel => [panel.clientWidth, panel.querySelector('.gpumem-keys .gpumem-key').getBoundingClientRect().bottom"
+        "panel => [panel.clientWidth, panel.querySelector('.gpumem-answers').getBoundingClientRect().bottom"
         " - panel.getBoundingClientRect().top]"
     )
     return width, height
+
+
+_PARTS = {
+    "status": ".gpumem-top",
+    "numbers": ".gpumem-tiles",
+    "memory": ".gpumem-charts",
+    "knobs": ".gpumem-knobs",
+    "charts": ".gpumem-charts",
+}
+_SEEN = """(panel, parts) => {
+    const frame = (panel.closest('.jupyterlab-sidecar') ?? panel.closest('.jp-WindowedPanel-outer, .jp-Notebook') ??
+        document.body).getBoundingClientRect();
+    const bottom = Math.min(frame.bottom, innerHeight);
+    return Object.entries(parts).map(([name, selector]) => {
+        const part = panel.querySelector(selector), box = part.getBoundingClientRect();
+        const memory = parseFloat(getComputedStyle(part).getPropertyValue('--gpumem-memory'));
+        const end = name === 'memory' ? box.top + memory : box.bottom;
+        return [name, box.top >= frame.top - 1, (Math.min(end, bottom) - box.top) / (end - box.top)];
+    });
+}"""
+
+
+def seen(panel: PanelPage) -> dict[str, float]:
+    """Which share of each part of the panel that was opened last is seen without scrolling; 0 where its top is not."""
+    found = panel.page.locator(".gpumem-panel").last.evaluate(_SEEN, _PARTS)
+    return {name: share if is_begun else 0.0 for name, is_begun, share in found}
 
 
 def _sticks_out(panel: PanelPage) -> list[str]:

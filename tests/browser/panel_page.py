@@ -13,7 +13,7 @@ SHOWN = "[...document.querySelectorAll('.gpumem-panel .js-plotly-plot')].find(on
 SET_DEFAULTS = "s.set(**__import__('gpumem_nb').Settings().changed_from(s.settings)) and None"
 ATTEMPT = "out of memory"  # what the markers of peaks that were too high are called
 POLLING_MS = 50  # playwright's own polling lays the page out anew for every frame
-STEPS = "+[...document.querySelectorAll('.gpumem-tiles b')].at(-1)?.innerText.replaceAll(',', '')"
+STEPS = "+document.querySelector('.gpumem-steps')?.innerText.replaceAll(',', '')"
 # Plotly, the one large script that a widget brings, takes a second longer to load than a page gives to widgets.
 LOAD_PLOTLY_SLOWLY = """() => {
     const usual = URL.createObjectURL.bind(URL);
@@ -25,6 +25,11 @@ LOAD_PLOTLY_SLOWLY = """() => {
         return usual(new Blob([slowly], { type: 'text/javascript' }));
     };
 }"""
+
+
+def named(words: str) -> re.Pattern[str]:
+    """What a button with these words is called: its icon is a letter of the name, too."""
+    return re.compile(rf"(^|\W){re.escape(words)}$")
 
 
 class PanelPage:
@@ -40,21 +45,31 @@ class PanelPage:
         self.page.wait_for_function(f"{SHOWN}.data?.length > 0")
 
     def press(self, button: str) -> None:
-        """Press one of the buttons."""
-        self.page.locator(".gpumem-panel .gpumem-buttons").get_by_role("button", name=button).click()
+        """Press one of the buttons at the top; those that are folded away are unfolded before."""
+        if button not in ("Play", "Pause", "Restart"):
+            self.unfold()
+        where = ".gpumem-panel .gpumem-top, .gpumem-panel .gpumem-choices"
+        self.page.locator(where).get_by_role("button", name=named(button)).click()
 
-    def ask(self, answer: str, question: str) -> None:
-        """Open one of the panel's answers, and press the button with its question."""
-        self.toggle_answer(answer)
-        self.put(question)
+    def unfold(self) -> None:
+        """Show the further knobs."""
+        if not self.page.locator(".gpumem-panel .gpumem-more").first.is_visible():
+            self.page.locator(".gpumem-panel .gpumem-show-more").first.click()
+            self.page.locator(".gpumem-panel .gpumem-more").first.wait_for()
 
-    def toggle_answer(self, answer: str) -> None:
-        """Open or close one of the panel's answers."""
-        self.page.locator(".gpumem-answers").get_by_role("button", name=answer).click()
+    def ask(self, answer: str) -> None:
+        """Press the button of one of the panel's answers, which opens it and asks, or closes it."""
+        self.page.locator(".gpumem-answers").get_by_role("button", name=named(answer)).click()
 
-    def put(self, question: str) -> None:
-        """Press the button with a question in the answer that is open."""
-        self.page.locator(".gpumem-form:visible").get_by_role("button", name=question).click()
+    def options(self) -> Locator:
+        """Unfold what the answer that is open goes by."""
+        self.page.locator(".gpumem-answer-top:visible").get_by_role("button", name="options").click()
+        return self.page.locator(".gpumem-form:visible")
+
+    @property
+    def said(self) -> Locator:
+        """The lines of answers that are shown, or how far they are."""
+        return self.page.locator(".gpumem-panel .gpumem-searching:visible")
 
     def play(self) -> None:
         """Press Play and wait until it has happened."""
@@ -87,8 +102,11 @@ class PanelPage:
             control.press("Enter")
 
     def control(self, knob: str) -> Locator:
-        """The control of a knob, found by its label."""
-        return self.page.locator(".gpumem-panel").get_by_label(knob, exact=True)
+        """The control of a knob; one that is folded away is unfolded before."""
+        control = self.page.locator(f".gpumem-panel .gpumem-knob-{knob}").locator("select, input").first
+        if not control.is_visible():
+            self.unfold()
+        return control
 
     @property
     def status(self) -> Locator:
@@ -107,29 +125,29 @@ class PanelPage:
         return self.page.locator(".gpumem-panel .gpumem-effect")
 
     @property
-    def key(self) -> Locator:
-        return self.page.locator(".gpumem-keys .gpumem-key")
+    def marks(self) -> Locator:
+        """The words of charts, also of what was changed where."""
+        return self.page.locator(".gpumem-panel .annotation-text")
 
     @property
-    def pins(self) -> Locator:
-        return self.page.locator(".gpumem-panel .gpumem-pins")
+    def tip(self) -> Locator:
+        """What explains the knob that has the focus."""
+        return self.page.locator(".gpumem-panel .gpumem-tip")
 
     def error(self, knob: str) -> Locator:
         """What is said at a knob's control about what was typed there."""
-        control = self.page.get_by_label(knob, exact=True)
-        return self.page.locator(".gpumem-panel .gpumem-knob", has=control).locator(".gpumem-error")
+        return self.page.locator(f".gpumem-panel .gpumem-knob-{knob} .gpumem-error")
 
-    def foreseen(self, knob: str, value: str) -> str:
-        """The live peak that is shown at a knob for one of its other values."""
-        control = self.page.get_by_label(knob, exact=True)
-        flips = self.page.locator(".gpumem-panel .gpumem-knob", has=control).locator(".gpumem-flip")
-        size = flips.filter(has_text=value).locator("em")
-        expect(size).not_to_have_text("…")
-        return size.inner_text()
+    def foreseen(self, knob: str, value: str) -> Locator:
+        """The row of one of a knob's values, once it was predicted; the knob gets the focus."""
+        self.control(knob).focus()
+        row = self.tip.locator(".gpumem-flip").filter(has=self.page.get_by_text(value, exact=True))
+        expect(row.locator("em")).not_to_have_text("…")
+        return row
 
     def steps(self) -> int:
         """The step number shown."""
-        return int(self.page.locator(".gpumem-tiles b").last.inner_text().replace(",", ""))
+        return int(self.page.locator(".gpumem-steps").last.inner_text().replace(",", ""))
 
     def wait_for_steps(self, more: int) -> None:
         """Wait until the step number shown has grown, without asking the kernel."""

@@ -27,24 +27,34 @@ def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
         panel.press("Play")
         expect(panel.alert).to_contain_text("would have fit: ")
 
-        panel.toggle_answer("Doctor")
+        panel.ask("Doctor")
         finding = page.locator(".gpumem-finding").first
         expect(finding).to_contain_text("does not fit")
         expect(finding.get_by_role("button")).to_contain_text("Apply ")
-        panel.toggle_answer("Doctor")
-        expect(finding).to_be_hidden()
 
-        panel.toggle_answer("Tune")
-        page.get_by_label("seconds").fill("8")
-        panel.put("Find the fastest")
+        panel.ask("Tune")  # the first of three presses
+        expect(finding).to_be_hidden()
+        expect(panel.said.first).to_contain_text("Doctor, ")  # a line of it stays
         apply = page.locator(".gpumem-apply")
         apply.wait_for()
         page.locator(".gpumem-answer .js-plotly-plot").wait_for()
-        expect(page.locator(".gpumem-searching:visible")).to_contain_text("the present settings do not fit")
+        expect(panel.said.last).to_contain_text("Tuned: ")
+        expect(page.locator(".gpumem-answer:visible")).to_contain_text("the present settings do not fit")
         apply.click()
         panel.notebook.until("s.settings.batch_size < 128")
         assert panel.notebook.evaluate("s.settings.batch_size * s.settings.accumulation_steps") == 128
-        panel.toggle_answer("Tune")
+
+        panel.ask("Export")
+        expect(page.locator(".gpumem-written")).to_contain_text("train.py")
+        script = Path(lab.root / "train.py").read_text()
+        compile(script, "train.py", "exec")
+        assert "import gpumem_nb" not in script
+        expect(page.locator(".gpumem-answer-top:visible")).to_have_count(1)
+        expect(apply).to_be_visible()
+        panel.ask("Export")
+        expect(page.locator(".gpumem-answer-top:visible")).to_have_count(0)
+        expect(panel.said).to_have_count(3)
+
         panel.play()
         panel.wait_for_steps(3)
         panel.pause()
@@ -52,19 +62,6 @@ def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
             panel.notebook.evaluate("max(x.live_peak_bytes for of in s.history.samples() for x in of)")
             < LIMIT_MIB << 20
         )
-
-        panel.toggle_answer("Tune")
-        panel.toggle_answer("Export")
-        form = page.locator(".gpumem-form:visible")
-        expect(form).to_have_count(2)
-        tops = [form.nth(place).bounding_box()["y"] for place in range(2)]  # type: ignore[index]
-        assert tops[1] < tops[0], "what was opened last is on top"
-        panel.toggle_answer("Tune")
-        panel.put("Write the script")
-        expect(page.locator(".gpumem-written")).to_contain_text("train.py")
-        script = Path(lab.root / "train.py").read_text()
-        compile(script, "train.py", "exec")
-        assert "import gpumem_nb" not in script
     finally:
         panel.notebook.evaluate("s.stop()")
         panel.notebook.close()
@@ -77,18 +74,17 @@ def test_a_search_can_be_stopped_and_a_cell_of_the_map_is_applied(lab: Lab, chro
     try:
         panel.choose("batch_size", "16")
         panel.notebook.until("s.settings.batch_size == 16")
-        panel.ask("Tune", "Find the fastest")
-        said = page.locator(".gpumem-searching:visible")
-        expect(said).to_contain_text("best so far")
-        form = page.locator(".gpumem-form:visible")
-        form.get_by_role("button", name="Stop").click()
-        expect(said).to_contain_text("It was interrupted")
+        panel.ask("Tune")
+        expect(panel.said).to_contain_text("best so far")
+        page.locator(".gpumem-said").get_by_role("button", name="Stop").click()
+        expect(page.locator(".gpumem-answer:visible")).to_contain_text("It was interrupted")
+        form = panel.options()
         page.get_by_label("global batch").fill("7")
         form.get_by_role("button", name="Find the fastest").click()
-        expect(said).to_contain_text("A global batch of 7 cannot be split over 2 ranks")
-        form.get_by_role("button", name="What fits?").click()
-        expect(said).to_contain_text("bf16")  # by then those of fp32 are known
-        form.get_by_role("button", name="Stop").click()
+        expect(panel.said).to_contain_text("A global batch of 7 cannot be split over 2 ranks")
+        panel.ask("What fits")
+        expect(panel.said.last).to_contain_text("bf16")  # by then those of fp32 are known
+        page.locator(".gpumem-said:visible").last.get_by_role("button", name="Stop").click()
         cell = page.locator(".gpumem-fits-map").get_by_role("button").nth(1)
         cell.wait_for()
         largest = int(cell.inner_text().split("\n")[0].rstrip("*"))

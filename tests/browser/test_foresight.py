@@ -32,39 +32,38 @@ def test_what_was_predicted_stands_beside_what_came(panel: PanelPage) -> None:
     expect(panel.effect).to_contain_text(f"predicted {format_bytes(peak)}, measured ")
 
 
-def test_every_flip_is_foreseen_at_its_knob(panel: PanelPage) -> None:
+def test_the_knob_that_has_the_focus_is_explained_and_a_press_flips_it(panel: PanelPage) -> None:
     panel.notebook.evaluate(SET_DEFAULTS)
-    panel.press("what if")
-    try:
-        flips = panel.page.locator(".gpumem-panel .gpumem-flip")
-        expect(flips.filter(has_text="at most")).to_be_visible()
-        expect(panel.page.locator(".gpumem-batch-lines polyline")).to_have_count(5)  # the last thing that is found out
-        expect(flips.filter(has_text="…")).to_have_count(0)
+    for knob, value in (("checkpointing", "blocks"), ("precision", "bf16")):
+        row = panel.foreseen(knob, value)
+        expect(panel.tip).to_contain_text(knob)
+        before, said = (
+            panel.notebook.evaluate(f"s.foreseen(s.settings{to}).live_peak_bytes")
+            for to in ("", f".replace({knob}={value!r})")
+        )
+        assert isinstance(before, int)
+        assert isinstance(said, int)
+        expect(row).to_contain_text(f"−{format_bytes(before - said)}")
+        expect(row).to_contain_text("same results" if knob == "checkpointing" else "trains otherwise")
         expect_tidy(panel)
-        for knob, value in (("checkpointing", "blocks"), ("precision", "bf16")):
-            said = panel.foreseen(knob, value)
-            panel.notebook.evaluate(f"s.set({knob}={value!r}) and s.train(1) and None")
-            expect(panel.effect).to_contain_text(f"predicted {said}, measured {said}")
-        panel.notebook.evaluate(SET_DEFAULTS)
-        panel.choose("batch_size", "300")
-        expect(panel.error("batch_size")).to_contain_text("will not fit: ")
-        expect(panel.control("batch_size")).to_have_value("32")
-        panel.choose("batch_size", "300")  # asked for again
-        panel.notebook.until("s.settings.batch_size == 300")
-        expect(panel.error("batch_size")).to_have_text("")
-    finally:
-        panel.press("what if")
-        panel.notebook.evaluate(SET_DEFAULTS)
-    expect(flips).to_have_count(0)
+        row.get_by_role("button", name="flip").click()
+        panel.notebook.until(f"s.settings.{knob} == {value!r}")
+        panel.notebook.evaluate("s.train(1) and None")
+        expect(panel.effect).to_contain_text(f"predicted {format_bytes(said)}, measured {format_bytes(said)}")
+    panel.control("batch_size").focus()
+    expect(panel.tip).to_contain_text(re.compile(r"Critical batch (not known|about [0-9,]+ samples)"))
+    expect(panel.tip).to_contain_text("is the largest that fits")
+    panel.page.keyboard.press("Escape")
+    expect(panel.tip).to_have_text("")
+    panel.notebook.evaluate(SET_DEFAULTS)
 
 
-def test_the_critical_batch_stands_in_the_field_of_the_batch_beside_its_number(panel: PanelPage) -> None:
-    panel.notebook.evaluate("s.train(12) and None")
-    words = ".gpumem-panel .gpumem-critical span[title]"
-    expect(panel.page.locator(words)).to_have_text(re.compile(r"critical batch (n/a|[0-9,]+)"))
-    field = panel.control("batch_size").bounding_box()
-    assert field
-    # At once: with each step the panel may put new words in the place of the old.
-    box = panel.page.evaluate("words => document.querySelector(words).getBoundingClientRect().toJSON()", words)
-    assert field["x"] + 3 * box["height"] < box["x"] < box["x"] + box["width"] < field["x"] + field["width"]
-    assert field["y"] < box["y"] < box["y"] + box["height"] < field["y"] + field["height"]
+def test_a_flip_that_is_known_not_to_fit_is_said_once_and_then_made(panel: PanelPage) -> None:
+    panel.notebook.evaluate(f"{SET_DEFAULTS} or s.predict(batch_size=300) and None")
+    panel.choose("batch_size", "300")
+    expect(panel.error("batch_size")).to_contain_text("will not fit: ")
+    expect(panel.control("batch_size")).to_have_value("32")
+    panel.choose("batch_size", "300")  # asked for again
+    panel.notebook.until("s.settings.batch_size == 300")
+    expect(panel.error("batch_size")).to_have_text("")
+    panel.notebook.evaluate(SET_DEFAULTS)

@@ -46,6 +46,6 @@ def test_it_is_the_analytic_one_within_a_tenth(two_ranks: Session, precision: st
     assert found.groupby("step").noise_scale.nunique().max() == 1, "all ranks see the same"
     assert found.noise_scale.iloc[-1] == pytest.approx(analytic, rel=0.1)
     assert session.history.noise_scale == found.noise_scale.iloc[-1]
-    assert re.search(r"critical batch about [0-9]+ samples; the global batch is 32", wording.critical_batch(session))
+    assert re.search(r"Critical batch about [0-9]+ samples; the global batch is 32", wording.critical(session))
     session.set(batch_size=2, accumulation_steps=1)
     assert session.train(200).frame().noise_scale.dropna().iloc[-1] == pytest.approx(analytic, rel=0.1)

@@ -298,7 +298,7 @@ def test_the_panels_button_says_what_is_examined_for_its_report_and_can_be_stopp
 ) -> None:
     session.train(6)
     monkeypatch.chdir(tmp_path)
-    view = ExportView(session, lambda ask: ask(), lambda ask: ask())
+    view = ExportView(session, lambda ask: ask(), lambda ask: ask(), lambda: None)
     buttons = {one.description: one for one in family(view.widget) if isinstance(one, ipywidgets.Button)}
     said: list[str] = []
     region = next(one for one in family(view.widget) if "gpumem-searching" in one._dom_classes)

@@ -20,7 +20,7 @@ from gpumem_nb.shared.messages import Failure
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import PARTS
 from gpumem_nb.ui.charts import Assembly, Charts, View, table
-from gpumem_nb.ui.charts.chart import Chart, Drawn, Place
+from gpumem_nb.ui.charts.chart import Axes, Chart, Drawn, Label, Place, beside
 from gpumem_nb.ui.charts.view import Attempt, Choice
 from tests.ledgers import MIB, info, ledger, reading, sample, waits
 
@@ -54,7 +54,7 @@ def drawn(view: View) -> tuple[Any, dict[str, Any]]:
 def test_a_chart_of_ones_own_is_one_object_and_one_line() -> None:
     live = Chart(
         title=lambda view: f"Live after each step, {view.unit}",
-        place=Place(row=3, column=0, span=3),
+        place=Place(row=2, column=0, span=3),
         traces=lambda view, axes: [go.Scatter(name=f"rank {info.rank}") for info in view.ranks],
         draw=lambda view, axes: Drawn(
             [(view.series.step, line / view.unit_bytes) for line in view.series.highest(lambda one: one.live_bytes)]
@@ -67,12 +67,12 @@ def test_a_chart_of_ones_own_is_one_object_and_one_line() -> None:
     assert [first.name, second.name] == ["rank 0", "rank 1"]
     assert [list(first.x), list(first.y), list(second.y)] == [[1, 2, 3, 4], [9] * 4, [10] * 4]
     assert first.xaxis == second.xaxis == "x6"
-    assert layout["xaxis6"]["title"]["text"] == "optimizer step"
+    assert layout["xaxis6"]["title"]["text"] == "step"
     titles = {note["text"]: note["y"] for note in layout["annotations"]}
     bottom, top = layout["yaxis6"]["domain"]
     assert 0 <= bottom < top < titles["<b>Live after each step, MiB</b>"] < layout["yaxis4"]["domain"][0]
     assert [shape["x0"] for shape in layout["shapes"] if shape["xref"] == "x6"] == [3], "the flip is marked in it too"
-    assert [note["xref"] for note in layout["annotations"] if note["text"] == "<b>1</b>"] == ["x2"], "and numbered once"
+    assert [note["xref"] for note in layout["annotations"] if note["text"] == "bf16"] == ["x2"], "and named once"
 
 
 def test_the_order_of_the_table_changes_the_axes_and_not_what_is_drawn() -> None:
@@ -110,9 +110,8 @@ def test_the_loss_on_the_validation_data_is_drawn_beside_that_of_training() -> N
     trained, validated = [trace for trace in traces if trace.name in ("loss", "validation")]
     assert (list(validated.x), list(validated.y)) == ([2, 4], [0.75, 0.5])
     assert (validated.xaxis, validated.yaxis) == (trained.xaxis, trained.yaxis)
-    titles = [note["text"] for note in layout["annotations"]]
-    assert "<b>Loss, mean of ranks (dots: validation)</b>" in titles
-    assert "<b>Loss, mean of ranks</b>" in [note["text"] for note in drawn(before)[1]["annotations"]]
+    assert "dots: validation" in [note["text"] for note in layout["annotations"]]
+    assert "dots: validation" not in [note["text"] for note in drawn(before)[1]["annotations"]]
 
 
 def test_the_learning_rate_and_the_loss_scale_are_thin_lines_with_axes_of_their_own_where_they_say_something() -> None:
@@ -133,7 +132,7 @@ def test_the_learning_rate_and_the_loss_scale_are_thin_lines_with_axes_of_their_
     assert thin()[0] == thin(learning_rate=[0.1] * 4)[0] == [[], []]
     lines, titles = thin(learning_rate=[0.1, 0.2, 0.2, 0.1], loss_scale=[1024.0, 512.0, 512.0, 512.0])
     assert lines == [[0.1, 0.2, 0.2, 0.1], [1024.0, 512.0, 512.0, 512.0]]
-    assert "<b>Loss, mean of ranks (thin: learning rate)</b>" in titles
+    assert "thin: learning rate" in titles
 
 
 def test_charts_over_steps_are_zoomed_together_and_show_the_latest_steps_when_asked() -> None:
@@ -149,8 +148,8 @@ def test_charts_over_steps_are_zoomed_together_and_show_the_latest_steps_when_as
     layout = charts.figure.layout
     charts.update(all_steps)
     assert layout.xaxis3.matches == layout.xaxis4.matches == "x2"
-    assert [layout[f"xaxis{number}"].showticklabels for number in (2, 3, 4)] == [False, False, True]
-    [speed] = [trace for trace in charts.figure.data if trace.name == "samples/s"]
+    assert [layout[f"xaxis{number}"].showticklabels for number in (2, 3, 4, 5)] == [False, True, True, True]
+    [speed] = [trace for trace in charts.figure.data if trace.name == "all ranks"]
     assert (speed.x[0], speed.x[-1], np.ptp(speed.y)) == (1, 300, 50)
     charts.update(latest)
     assert (speed.x[0], speed.x[-1]) == (201, 300)
@@ -224,15 +223,16 @@ def test_what_no_page_has_drawn_is_sent_again_whole_and_ever_less_often(monkeypa
     assert len(sent) == 1, "once more when a page answers: it may have missed what came before"
 
 
-def test_numbers_of_marks_cover_no_other_and_those_without_a_place_are_left_out() -> None:
+def test_words_of_marks_cover_no_other_and_those_without_a_place_are_left_out() -> None:
     events = [dataclasses.replace(sample(step, 0), settings_id=step) for step in range(1, 9)]
     events.append(sample(200, 0, settings_id=8))
     view = View.of([info(0)], [reading()], [events], lambda number: Settings(batch_size=8 * number))
     _, layout = drawn(view)
-    numbers = [(note["x"], note["y"]) for note in layout["annotations"] if note["text"].strip("</b>").isdigit()]
+    words = [note for note in layout["annotations"] if note["text"].startswith("batch ")]
     assert len(view.marks) == 7
-    assert len(numbers) == 3, "seven within as many steps of two hundred: one on each level"
-    assert len({y for _, y in numbers}) == 3
+    assert len(words) == 3, "seven within as many steps of two hundred: one on each level"
+    assert len({note["y"] for note in words}) == 3
+    assert words[0]["hovertext"] == "step 8: batch 64"
     assert len([shape for shape in layout["shapes"] if shape["xref"] == "x2"]) >= 7, "the lines are all there"
 
 
@@ -263,13 +263,6 @@ def test_before_anything_was_measured_every_trace_is_there_and_empty() -> None:
         assert all(len(trace.x) == len(trace.y) == 0 for trace in charts.figure.data)
 
 
-def test_the_rank_that_the_others_wait_for_is_named_over_the_throughput() -> None:
-    rows = [[sample(step, rank, times=waits(0.05 - 0.04 * rank)) for step in range(1, 9)] for rank in range(2)]
-    _, layout = drawn(View.of([info(0), info(1)], [reading(), reading()], rows, lambda _: Settings()))
-    titles = [note["text"] for note in layout["annotations"]]
-    assert "<b>Samples/s (others wait 40 % for rank 1)</b>" in titles
-
-
 def test_the_time_of_a_step_is_drawn_in_its_parts() -> None:
     rows = [[sample(step, rank, times=waits(0.02 + 0.02 * rank)) for step in range(1, 9)] for rank in range(2)]
     traces, layout = drawn(View.of([info(0), info(1)], [reading(), reading()], rows, lambda _: Settings()))
@@ -278,7 +271,12 @@ def test_the_time_of_a_step_is_drawn_in_its_parts() -> None:
     assert bands["reduction"] == pytest.approx([30] * 8), "the mean of 20 and 40 ms"
     assert bands["forward"] == pytest.approx([70] * 8)
     assert bands["update"] == pytest.approx([0] * 8)
-    assert "<b>Step time, ms</b>" in [note["text"] for note in layout["annotations"]]
+    notes = [note["text"] for note in layout["annotations"]]
+    assert "<b>Step, ms</b>" in notes
+    assert [note.split("</span> ")[1] for note in notes if "</span>" in note and note.endswith("%")] == [
+        "forward 70 %",
+        "reduction 30 %",
+    ], "the parts that take longest are named beside them, from the bottom up"
 
 
 class Meddling(list[int]):
@@ -310,5 +308,44 @@ def test_a_figure_that_changes_can_be_shown_and_loaded_again_meanwhile(read: Cal
 
 
 def test_hovering_over_the_speed_of_slow_steps_does_not_say_0() -> None:
-    [trace] = [trace for trace in Assembly([info(0)]).traces if trace.name == "samples/s"]
+    [trace] = [trace for trace in Assembly([info(0)]).traces if trace.name == "all ranks"]
     assert trace.hovertemplate.endswith("%{y:,.2~f}")  # plotly's: two decimals, without zeros at the end
+
+
+def named(view: View, axis: str) -> dict[str, float]:
+    """What is written beside a chart, with its height in the chart's unit."""
+    notes = drawn(view)[1]["annotations"]
+    beside = [
+        note for note in notes if note["xref"] == f"{axis} domain" and note["x"] == 1 and "</span>" in note["text"]
+    ]
+    return {note["text"].split("</span> ")[1]: note["y"] for note in beside}
+
+
+def test_the_three_largest_categories_and_the_limit_are_named_beside_the_peaks() -> None:
+    names = named(two_ranks(), "x2")
+    assert list(names) == ["parameters 4", "optimizer state 8", "activations 20", "limit 96"], "from the bottom up"
+    apart = np.diff(list(names.values()))
+    height = drawn(two_ranks())[1]["yaxis2"]["range"][1]
+    assert (apart >= 0.99 * 14 / 150 * height).all(), "a line each"
+    assert names["limit 96"] == 96
+
+
+def test_names_that_would_lie_above_the_chart_are_moved_down() -> None:
+    labels = [Label(f"{place}", 9.9, "#000") for place in range(4)]
+    notes = beside(labels, Axes("x", "y"), (0, 10), 100)
+    heights = [note["y"] for note in notes]
+    assert heights == sorted(heights)
+    assert heights[-1] <= 10 - 0.7 + 1e-9
+    assert (np.diff(heights) >= 1.4 - 1e-9).all()
+
+
+def test_hovering_shows_every_series_at_the_cursor_under_the_step_or_the_rank() -> None:
+    layout = Assembly([info(0), info(1)]).first_layout()
+    assert layout["hovermode"] == "x unified"
+    assert layout["xaxis"]["unifiedhovertitle"]["text"] == "rank %{x}"
+    assert {layout[f"xaxis{number}"]["unifiedhovertitle"]["text"] for number in (2, 3, 4, 5)} == {"step %{x}"}
+
+
+def test_each_rank_has_its_peak_as_a_number_over_its_bar() -> None:
+    notes = drawn(two_ranks())[1]["annotations"]
+    assert [(note["x"], note["text"]) for note in notes if note["xref"] == "x"] == [("0", "40"), ("1", "40")]

@@ -1,4 +1,4 @@
-"""The controls: which are seen at once, and which behind a button."""
+"""The controls: which are seen at once, and which are unfolded."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ import pytest
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.knobs.communication import COMMUNICATION_KNOBS
 from gpumem_nb.ui.controls import Controls
-from tests.unit.test_flip_predictions import Session, load
-from tests.unit.test_flip_predictions import session as session
+from gpumem_nb.ui.knob_tip import CLASS
+from tests.unit.test_knob_tip import Session, load
+from tests.unit.test_knob_tip import session as session
 
 
 def named(box: Any) -> list[str]:
-    return [knob.children[0].description for knob in box.children]
+    return [
+        next(name.removeprefix(CLASS) for name in knob._dom_classes if name.startswith(CLASS)) for knob in box.children
+    ]
 
 
-def test_beginners_see_five_and_each_fold_opens_with_its_button(session: Session) -> None:
+def knob(controls: Controls, name: str) -> Any:
+    """The box of a knob."""
+    boxes = [controls.knobs, *(fold.children[1] for fold in controls.further)]
+    return next(one for box in boxes for one, of in zip(box.children, named(box), strict=True) if of == name)
+
+
+def test_beginners_see_five_and_all_others_are_unfolded_under_headings(session: Session) -> None:
     queue: list[Callable[[], object]] = []
     controls = Controls(session, queue.append, queue.append)  # type: ignore[arg-type]
     assert len(named(controls.knobs)) == 5
-    folds = {fold.description: box for fold, box in zip(controls.buttons.children[3:], controls.folds, strict=True)}
-    assert named(folds["communication"]) == [*(knob.name for knob in COMMUNICATION_KNOBS if knob.fold), "autotune"]
-    shown = {*named(controls.knobs), *(name for box in folds.values() for name in named(box))}
+    folds = {fold.children[0].html: named(fold.children[1]) for fold in controls.further}
+    assert folds["Communication"] == [*(one.name for one in COMMUNICATION_KNOBS if one.fold), "autotune"]
+    shown = {*named(controls.knobs), *(name for names in folds.values() for name in names)}
     assert shown == {*KNOBS, "autotune"} - {"cache_capacity", "hierarchical_allreduce", "torus_allreduce"}
-    assert all(box.layout.display == "none" for box in folds.values())
-    for toggle in controls.buttons.children[3:]:
-        toggle.value = True
-        assert folds[toggle.description].layout.display == ""
-    controls.buttons.children[3].value = False
-    assert folds[controls.buttons.children[3].description].layout.display == "none"
-    assert folds["communication"].layout.display == ""
 
 
 def test_autotune_is_switched_beside_them_and_shows_when_it_has_ended(session: Session) -> None:
     queue: list[Callable[[], object]] = []
     controls = Controls(session, queue.append, queue.append)  # type: ignore[arg-type]
-    switch = next(fold for fold in controls.folds if "autotune" in named(fold)).children[-1].children[0]
+    switch = knob(controls, "autotune").children[0]
     controls.follow()
     assert switch.value == "off"
     assert not queue, "nobody has asked for anything yet"
@@ -59,8 +61,7 @@ def test_a_choice_that_is_taken_back_before_it_was_made_is_made_and_taken_back(
 ) -> None:
     queue: list[Callable[[], object]] = []
     controls = Controls(session, queue.append, queue.append)  # type: ignore[arg-type]
-    boxes = [*controls.knobs.children, *(knob for fold in controls.folds for knob in fold.children)]
-    control = next(knob.children[0] for knob in boxes if knob.children[0].description == name)
+    control = knob(controls, name).children[0]
     controls.follow()
     control.value = there
     control.value = back  # a question to the ranks is under way meanwhile
@@ -74,8 +75,7 @@ def test_a_choice_that_is_taken_back_before_it_was_made_is_made_and_taken_back(
 
 def test_that_a_flip_will_not_fit_is_said_again_of_another_model(session: Session) -> None:
     controls = Controls(session, lambda action: action(), lambda action: None)  # type: ignore[arg-type]
-    knob = next(knob for knob in controls.knobs.children if knob.children[0].description == "batch_size")
-    control, said = knob.children[:2]
+    control, said = knob(controls, "batch_size").children
     for _ in range(2):
         session.predict(batch_size=256)
         controls.follow()

@@ -14,6 +14,7 @@ from gpumem_nb.planning.prediction import FITS, Prediction
 from gpumem_nb.planning.score import Asked, foretold, score
 from gpumem_nb.report.run_summary import Run
 from gpumem_nb.report.scaling import Scaled, ScalingReport
+from gpumem_nb.report.step_time import TimeReport
 from gpumem_nb.shared.messages import Reading, Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import FORWARD, StepTimes
@@ -21,7 +22,7 @@ from gpumem_nb.ui import wording
 from gpumem_nb.ui.pictures import common_limit
 from gpumem_nb.ui.series import peaks
 from gpumem_nb.ui.wording import what_helps
-from tests.ledgers import MIB, ledger, reading, sample
+from tests.ledgers import MIB, ledger, reading, sample, waits
 from tests.runs import runs_of
 
 NOW = Settings()
@@ -130,15 +131,28 @@ def tiles(history: History, readings: Sequence[Reading | None] | None = None) ->
 
 
 def test_a_peak_is_of_steps_that_were_done_of_what_is_loaded_under_these_settings(history: History) -> None:
-    assert "n/a</b><span>VRAM peak, of 96.0 MiB" in tiles(history, [reading()])
+    assert "n/a</b><span>peak, of 96.0 MiB" in tiles(history, [reading()])
     steps(history, [9.0] * 6, live_peak_bytes=48 * MIB)
-    assert "48.0 MiB</b><span>VRAM peak, 50% of 96.0 MiB" in tiles(history)
+    assert "48.0 MiB</b><span>peak, 50% of 96.0 MiB" in tiles(history)
     history.begin(2, "mine", NOW.replace(batch_size=64))  # while paused: the device has a peak of its own by then
-    assert "n/a</b><span>VRAM peak, of 96.0 MiB" in tiles(history, [reading(13 * MIB)])
+    assert "n/a</b><span>peak, of 96.0 MiB" in tiles(history, [reading(13 * MIB)])
     steps(history, [9.0], settings_id=2, live_peak_bytes=72 * MIB)
     history.begin(3, "other", NOW)
     history.mark("load", "other")
-    assert "n/a</b><span>VRAM peak, of 96.0 MiB" in tiles(history, [reading(72 * MIB)])
+    assert "n/a</b><span>peak, of 96.0 MiB" in tiles(history, [reading(72 * MIB)])
+
+
+def test_how_long_ranks_wait_and_for_whom_is_told_beside_the_time_of_a_step(history: History) -> None:
+    steps(history, [9.0] * 6)
+    session: Any = SimpleNamespace(history=history, size=2, workload=None, settings=NOW)
+
+    def told(*waiting_s: float) -> str:
+        rows = [[sample(step, rank, times=waits(s)) for step in range(1, 9)] for rank, s in enumerate(waiting_s)]
+        return wording.tiles(session, [], TimeReport.of(rows))
+
+    assert "<span>step, 40 % waiting for rank 1</span>" in told(0.05, 0.01)
+    assert "<span>step, 30 % waiting</span>" in told(0.03, 0.03)
+    assert "<span>step</span>" in told(0.0), "one rank waits for nobody"
 
 
 def test_each_ranks_peak_is_told_beside_its_own_limit() -> None:
@@ -146,7 +160,7 @@ def test_each_ranks_peak_is_told_beside_its_own_limit() -> None:
     history.begin(1, "mine", NOW)
     of_ranks = [sample(1, 0, live_peak_bytes=60 * MIB), sample(1, 1, live_peak_bytes=45 * MIB)]
     history.add(of_ranks, [reading(60 * MIB, 100 * MIB), reading(45 * MIB, 50 * MIB)])
-    assert "45.0 MiB</b><span>VRAM peak, 90% of 50.0 MiB" in tiles(history)
+    assert "45.0 MiB</b><span>peak, 90% of 50.0 MiB" in tiles(history)
     assert history.tried[0].peak_bytes == 60 * MIB
     assert common_limit(history.readings) is None, "no line goes through the bars of other ranks"
     assert common_limit([reading(), None, reading()]) == 96 * MIB

@@ -13,7 +13,7 @@ from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.ui.panel import Panel
 from tests.ledgers import info
 from tests.timing import HANG_S, until
-from tests.unit.test_flip_predictions import Session as Predicting
+from tests.unit.test_knob_tip import Session as Predicting
 
 
 class Session(Predicting):
@@ -58,7 +58,7 @@ def threads() -> list[str]:
 
 
 def press(panel: Any, words: str) -> None:
-    [button] = [one for one in panel._controls.buttons.children if one.description == words]
+    [button] = [one for one in (panel._controls.play, panel._controls.step) if one.description == words]
     assert not button.disabled
     button.click()
 

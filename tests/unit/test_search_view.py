@@ -33,7 +33,7 @@ class Asking:
         self.asked = 0
         self.answer: Callable[[Progress], str] = lambda progress: "found"
         questions = [("Look", "search", "looks", self._question)]
-        self.view = SearchView(Session(), [], questions, self.queue.append, lambda action: None)  # type: ignore[arg-type]
+        self.view = SearchView(Session(), "Looking", [], questions, self.queue.append, lambda action: None)  # type: ignore[arg-type]
 
     def _question(self, progress: Progress) -> str:
         self.asked += 1
@@ -53,8 +53,9 @@ class Asking:
 
     @property
     def said(self) -> str:
-        [region] = [one for one in widgets_in(self.view.widget) if isinstance(one, Region)]
-        return str(region.html)
+        regions = [one for one in widgets_in(self.view.widget) if isinstance(one, Region)]
+        [said] = [one for one in regions if "gpumem-searching" in one._dom_classes]
+        return str(said.html)
 
     @property
     def shown(self) -> list[str]:
@@ -155,3 +156,41 @@ def test_stop_that_comes_with_the_turn_is_heard_once_and_for_all(asking: Asking)
         assert asking.said == "<p>Stopped.</p>"
         assert asking.can("Look")
         assert not asking.can("Stop")
+
+
+def visible(asking: Asking) -> list[str]:
+    """What is seen of the view: nothing, a line, or the answer, too."""
+    view = asking.view.widget
+    if view.layout.display == "none":
+        return []
+    return ["line", *(["answer"] if view.children[-1].layout.display != "none" else [])]
+
+
+def test_it_begins_when_it_is_opened_and_leaves_a_line_when_it_is_closed(asking: Asking) -> None:
+    assert visible(asking) == []
+    asking.view.open()
+    asking.turn()
+    assert (asking.asked, asking.said, visible(asking)) == (1, "<p>found</p>", ["line", "answer"])
+    asking.view.fold()
+    assert visible(asking) == ["line"]
+    asking.view.open()
+    assert (asking.queue, visible(asking)) == ([], ["line", "answer"]), "the answer that stands there is shown again"
+
+
+def test_what_is_being_asked_goes_on_while_it_is_closed(asking: Asking) -> None:
+    asking.view.open()
+    asking.view.fold()
+    assert visible(asking) == ["line"]
+    assert asking.can("Stop")
+    asking.turn()
+    assert (asking.said, visible(asking)) == ("<p>found</p>", ["line"])
+
+
+def test_one_that_cannot_be_asked_yet_is_asked_when_it_is_opened_again(asking: Asking) -> None:
+    asking.view.follow("Nothing is loaded.")
+    asking.view.open()
+    asking.view.fold()
+    assert (asking.queue, visible(asking)) == ([], [])
+    asking.view.follow("")
+    asking.view.open()
+    assert len(asking.queue) == 1

@@ -142,6 +142,17 @@ class TuneResult(Report):
         return " ".join(filter(None, [self._found, self.stopped]))
 
     @property
+    def line(self) -> str:
+        """Return what was found in one short line."""
+        best, now = self.best, self.now
+        if best is None:
+            return "Tuned: nothing that fits was found."
+        if best is now or not self.typed:
+            return "Tuned: nothing clearly faster fits."
+        faster = f", {speed_of(best) / speed_of(now):.1f} × faster" if now else f", {_rate(best)} samples/s"
+        return f"Tuned: {self.typed}{faster}."
+
+    @property
     def _found(self) -> str:
         best, now = self.best, self.now
         if best is None:

@@ -124,6 +124,7 @@ COMPRESSION = Knob(
     "none",
     "how fp32 gradients travel: as they are, or rounded to fp16 as hvd.Compression.fp16 does, in half the bytes",
     choices=("none", "fp16"),
+    means={"none": "32 bit each", "fp16": "rounded to 16 bit on their way: half the bytes"},
     fold=COMMUNICATION_FOLD,
     short="compression ",
     moves={COMMUNICATION: SOME},  # copies of gradients lie beside them until all have arrived
@@ -136,6 +137,11 @@ REDUCTION = Knob(
     "what the ranks' gradients become: their average, their sum (which takes a learning rate smaller by the number of "
     "ranks), or with optimizer=sgd Horovod's Adasum",
     choices=("average", "sum", "adasum"),
+    means={
+        "average": "the mean of all ranks",
+        "sum": "the sum of all ranks, which takes a smaller learning rate",
+        "adasum": "between both, by how much the ranks' gradients agree; with sgd alone",
+    },
     fold=COMMUNICATION_FOLD,
     short="reduction ",
     adapts=_adapts,

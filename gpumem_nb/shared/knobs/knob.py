@@ -90,6 +90,7 @@ class Knob(Option):
     Attributes:
         in_front: whether the panel shows it at once, or with those of its fold.
         fold: the panel's button that shows this knob and others; ``None``: the panel does not show it, `%hvd_set` does.
+        label: what stands over its control in the panel; by default the name.
         short: what stands before the value in a chart's marks; by default the name.
         moves: the categories of memory that it makes smaller or larger, and roughly how much of each.
         mathematics: what a change of it does to them (``KEEPS``, ``KEEPS_TO_ROUNDING`` or ``CHANGES``), or a function
@@ -110,6 +111,7 @@ class Knob(Option):
 
     in_front: bool = False
     fold: str | None = "more"
+    label: str = ""
     short: str | None = None
     moves: Mapping[str, int] = field(default_factory=dict)
     mathematics: str | Callable[[Settings, Settings], str] = CHANGES

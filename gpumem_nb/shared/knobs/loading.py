@@ -100,6 +100,7 @@ ON_BAD_SAMPLE = Knob(
     "stop",
     "a sample that cannot be fetched: stop and name it, or skip it (its micro-batch is smaller then)",
     choices=("stop", "skip"),
+    means={"stop": "training pauses and names it", "skip": "its micro-batch goes without it"},
     short="bad samples: ",
     exported=carried,
     left_out=_stops,

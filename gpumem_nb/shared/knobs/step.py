@@ -24,6 +24,11 @@ PRECISION = Knob(
     "arithmetic of forward and backward: fp32, or autocast to fp16 (with loss scaling) or bf16",
     in_front=True,
     choices=("fp32", "fp16", "bf16"),
+    means={
+        "fp32": "32 bit everywhere",
+        "fp16": "16 bit where that is safe; losses are scaled, because small gradients would become 0",
+        "bf16": "16 bit where that is safe; the range of fp32, fewer digits",
+    },
     short="",
     moves={ACTIVATIONS: HALF, CASTS: MOST, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
     lighter=_fewer_bits,
@@ -47,6 +52,11 @@ CHECKPOINTING = Knob(
     "activation checkpointing: keep all activations, or recompute them in backward per block or per √n blocks",
     in_front=True,
     choices=("none", "blocks", "sqrt"),
+    means={
+        "none": "all activations are kept",
+        "blocks": "each block keeps its input alone, and is computed again in backward",
+        "sqrt": "√n blocks at a time do; sometimes less memory than blocks, at the same cost",
+    },
     short="ckpt ",
     moves={ACTIVATIONS: MOST, CASTS: SOME},  # casts are made one segment at a time
     mathematics=KEEPS,
@@ -155,6 +165,7 @@ ACCUMULATION_STEPS = Knob(
     in_front=True,
     parse=whole,
     allowed="a whole number of at least 1, such as 4",
+    label="accumulation",  # the name is too long for a narrow panel
     short="accum ",
     moves={GRADIENTS: SOME},
     mathematics=_as_many_samples,

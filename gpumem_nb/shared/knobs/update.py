@@ -54,6 +54,13 @@ OPTIMIZER = Knob(
     "update rule; 'own' is the optimizer that the workload brings (offered when it brings one)",
     in_front=True,
     choices=(*_OURS, _OWN),
+    means={
+        "sgd": "keeps nothing beside the weights",
+        "momentum": "SGD with a mean of earlier gradients: one more copy of the weights",
+        "adam": "two means for each weight: two more copies",
+        "adamw": "Adam with weight decay of its own: two more copies",
+        _OWN: "the one that the workload brings",
+    },
     short="",
     moves={OPTIMIZER_STATE: MOST},
     apply=lambda live, settings: live.set_optimizer(settings),
@@ -68,6 +75,12 @@ OPTIMIZER_IMPL = Knob(
     "default",
     "how torch computes the update: its default, foreach (fast, one extra copy), fused, or a plain loop",
     choices=("default", "foreach", "fused", "loop"),
+    means={
+        "default": "what torch chooses",
+        "foreach": "many weights at once, with a copy of them for a moment",
+        "fused": "one kernel for all, in place",
+        "loop": "one weight after the other: slow, least memory",
+    },
     short="",
     moves={TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
     mathematics=KEEPS_TO_ROUNDING,
@@ -164,6 +177,11 @@ LR_SCALING = Knob(
     "none",
     "learning_rate times the global batch over reference_batch (linear), or times the root of that (sqrt)",
     choices=("none", "linear", "sqrt"),
+    means={
+        "none": "learning_rate as it is",
+        "linear": "twice the batch, twice the rate",
+        "sqrt": "four times the batch, twice the rate",
+    },
     short="lr scaling ",
     exported=carried,
 )
@@ -197,6 +215,12 @@ LR_SCHEDULE = Knob(
     "constant (learning_rate, until a cell sets another), cosine or linear to 0 over schedule_steps; own: the "
     "workload's scheduler, which rests under all others",
     choices=("constant", "cosine", "linear", "own"),
+    means={
+        "constant": "the same rate until it is changed",
+        "cosine": "falls slowly, fast, slowly to 0 over schedule_steps",
+        "linear": "falls evenly to 0 over schedule_steps",
+        "own": "the workload's scheduler",
+    },
     short="",
     refuses=_refuses_schedule,
     adapts=_adapts_schedule,

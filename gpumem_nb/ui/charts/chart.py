@@ -21,10 +21,6 @@ class Place:
     span: int = 1
     rows: int = 1
 
-    def is_on(self, other: Place) -> bool:
-        """Return whether it stands right above another one that is as wide."""
-        return (self.column, self.span, self.row + self.rows) == (other.column, other.span, other.row)
-
 
 @dataclass(frozen=True, slots=True)
 class Axes:
@@ -77,7 +73,7 @@ class Chart:
         second_y: whether an invisible y axis of the same range lies over its own. A bar on an axis of its own is drawn
             around a stack instead of on top of it.
         unseen_y: how many more invisible y axes lie over its own, for lines in other units that are read by hovering.
-        names_marks: whether the numbers of marks stand at its top; its ``y_range`` leaves room for them.
+        names_marks: whether what marks say stands at its top; its ``y_range`` leaves room for them.
         theme_lines: whether its lines have the colour of the theme's text, whatever colour the traces say.
     """
 
@@ -92,15 +88,21 @@ class Chart:
     names_marks: bool = False
     theme_lines: bool = False
 
+    @property
+    def height_px(self) -> int:
+        """Of what it draws in, at the usual size."""
+        rows = range(self.place.row, self.place.row + self.place.rows)
+        return sum(_HEIGHTS[row] if row < _SHARED_ROWS else _MORE for row in rows)
 
-_COLUMNS = ((0.0, 0.27), (0.35, 0.66), (0.73, 1.0))  # where they begin and end, of the figure's width
+
+_COLUMNS = ((0.0, 0.27), (0.365, 0.635), (0.73, 1.0))  # where they begin and end, of the width within the margins
 # Heights in pixels. Over steps the first rows share one axis, whose ticks stand below the last of them.
-_HEIGHTS = (121, 57, 57)
+_HEIGHTS = (150, 62)
 _MORE = 160  # of each further row
-_TITLE, _TICKS = 27, 40  # above each row, and below those that share their axis with none
+_TITLE, _TICKS = 23, 40  # above each row, and below those that share their axis with none
 _HALF_TICK = 5  # what the number of a tick at the very top of a chart takes of the title above it
-_ABOVE_LAST = 14  # more above the last of the first rows: the numbers of ranks stand there
-_MARGIN = {"l": 48, "r": 10, "t": 2, "b": 40}
+_ABOVE_LAST = 16  # more above the last of the first rows: the numbers of ranks stand there
+_MARGIN = {"l": 44, "r": 136, "t": 2, "b": 34}  # what is drawn is named in the right one
 _SHARED_ROWS = len(_HEIGHTS)
 
 
@@ -132,6 +134,14 @@ class Grid:
         """Around the charts."""
         return {side: round(pixels * self.scale) for side, pixels in _MARGIN.items()}
 
+    def above_px(self, row: int) -> int:
+        """Return how far from the bottom of the figure the charts of a row end."""
+        return round((self._end(self.rows - 1) - self._end(row)) * self.scale) + self.margin_px["b"]
+
+    def is_lowest(self, place: Place) -> bool:
+        """Return whether ticks of steps stand below a chart: in the first rows, below the last of them alone."""
+        return place.row + place.rows >= _SHARED_ROWS
+
     def across(self, place: Place) -> tuple[float, float]:
         """Left and right end of a chart."""
         return _COLUMNS[place.column][0], _COLUMNS[place.column + place.span - 1][1]
@@ -154,6 +164,44 @@ class Grid:
 
     def _end(self, row: int) -> float:
         return self._begin(row) + (_HEIGHTS[row] if row < _SHARED_ROWS else _MORE)
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What is written beside a chart at the height of a value: words, behind a square of a colour."""
+
+    words: str
+    value: float
+    colour: str
+
+
+def beside(labels: Sequence[Label], axes: Axes, y_range: Sequence[float], height_px: float) -> list[dict[str, Any]]:
+    """Return plotly's annotations to the right of a chart, each as near to its value as the others allow.
+
+    Args:
+        y_range: where the y axis begins and ends.
+        height_px: of the chart.
+    """
+    low, high = y_range
+    apart = _LINE_PX * (high - low) / height_px
+    ordered = sorted(labels, key=lambda label: label.value)
+    heights: list[float] = []
+    for label in ordered:
+        heights.append(max(label.value, low + apart / 2, heights[-1] + apart if heights else low))
+    if heights and (over := heights[-1] - (high - apart / 2)) > 0:
+        heights[-1] -= over
+        for place in range(len(heights) - 2, -1, -1):
+            heights[place] = min(heights[place], heights[place + 1] - apart)
+    place_of = {"xref": f"{axes.x} domain", "x": 1, "xanchor": "left", "xshift": 4, "yref": axes.y, "showarrow": False}
+    return [
+        {"text": f"<span style='color:{label.colour}'>■</span> {label.words}", "y": height, "yanchor": "middle"}
+        | {"align": "left"}
+        | place_of
+        for label, height in zip(ordered, heights, strict=True)
+    ]
+
+
+_LINE_PX = 14  # from one line of labels to the next
 
 
 def straight_line(

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import chain
 from typing import Any
 
@@ -25,7 +26,7 @@ from .view import View
 FIRST_TIMEOUT_S, LONGEST_TIMEOUT_S = 2.0, 60.0
 _CLEAR = "rgba(0,0,0,0)"
 _TITLE = {"xref": "paper", "yref": "paper", "showarrow": False, "xanchor": "left", "yanchor": "bottom"}
-_TITLE_PX, _TEXT_PX = 14, 12
+_TITLE_PX, _TEXT_PX, _LABEL_PX = 13, 11, 11
 # Between two steps there is none, but plotly puts ticks there where there are few.
 _STEP_TICKS = [{"dtickrange": [None, 0.9], "value": "~g"}, {"dtickrange": [1, None], "value": "d"}]
 _FEW_TICKS = 3
@@ -48,7 +49,9 @@ class Assembly:
         self._scale = scale
         self._grid = Grid.of((placed.chart.place for placed in self._placed), scale)
         of_theme = [placed.axes for placed in self._placed if placed.chart.theme_lines]
-        self.css = "".join(theme_line_css(axes.x + axes.y) for axes in of_theme)
+        below_px, memory_px = self._grid.above_px(0), self._grid.height_px - self._grid.above_px(0)
+        self.css = f".gpumem-charts {{ --gpumem-below: {below_px}px; --gpumem-memory: {memory_px}px; }}\n"
+        self.css += "".join(theme_line_css(axes.x + axes.y) for axes in of_theme)
 
     def still(self, view: View) -> go.Figure:
         """Return a figure of one moment, which stays as it is."""
@@ -116,6 +119,8 @@ class Assembly:
             "font": {"size": _TEXT_PX * self._scale},
             "barmode": "stack",
             "dragmode": "zoom",
+            "hovermode": "x unified",  # every series of a chart at once
+            "hoverlabel": {"font": {"size": _LABEL_PX * self._scale}},
             "showlegend": False,
         }
         for placed in self._placed:
@@ -134,15 +139,17 @@ class Assembly:
             "gridcolor": GREY,
         }
         if chart.over_steps:
-            lowest = not any(place.is_on(other.chart.place) for other in self._over_steps)
+            lowest = self._grid.is_lowest(place)
             first = self._over_steps[0].axes.x
             # Invisible ticks keep their labels off that of the y axis' 0.
             apart = {"ticks": "outside", "ticklen": 6, "tickcolor": _CLEAR}
             x |= {"tickformatstops": _STEP_TICKS, "showticklabels": lowest} | apart
             x |= {} if axes.x == first else {"matches": first}
-            title = "optimizer step" if lowest else ""
+            x |= {"unifiedhovertitle": {"text": "step %{x}"}, "tickangle": 0}
+            x |= {"nticks": _FEW_TICKS} if place.span == 1 else {}
+            title = "step" if lowest else ""
         else:
-            x |= {"fixedrange": True}
+            x |= {"fixedrange": True, "unifiedhovertitle": {"text": "rank %{x}"}}
             title = chart.x_title
         if title:
             x["title"] = {"text": title, "standoff": 2, "font": {"size": _TEXT_PX * self._scale}}
@@ -219,9 +226,10 @@ def _key(axis: str) -> str:
     return f"{axis[0]}axis{axis[1:]}"
 
 
-_LEVELS = 3  # numbers that would cover each other go below each other
-_WIDTH = 0.08  # of a number, in widths of the chart: two digits where it is 300 pixels wide
-_LEVEL_HEIGHT = 0.13
+_LEVELS = 3  # words that would cover each other go below each other
+_LETTER = 0.03  # of a narrow chart's width
+_MOST_LETTERS = 16
+_LEVEL_HEIGHT = 0.1
 
 
 def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
@@ -234,24 +242,30 @@ def mark_lines(view: View, over_steps: Sequence[Axes]) -> list[dict[str, Any]]:
 
 
 def mark_labels(view: View, axes: Axes) -> list[dict[str, Any]]:
-    """Return the marks' numbers at the top of a wide chart, newest first, each on a level where it covers no other.
+    """Return what the marks say at the top of a wide chart, newest first, each on a level where it covers no other.
 
-    One that has no place is left out: its line is there, and the key under the charts says its step.
+    One that has no place is left out: its line is there. Hovering over one says all of it, with its step.
     """
     steps = view.series.step
     first, last = (steps[0], steps[-1]) if steps.size else (0.0, 0.0)
-    place = {"xref": axes.x, "yref": f"{axes.y} domain", "xanchor": "center", "yanchor": "top", "showarrow": False}
+    place = {"xref": axes.x, "yref": f"{axes.y} domain", "yanchor": "top", "showarrow": False}
     taken_from = [math.inf] * _LEVELS
     labels = []
     for mark in reversed(view.marks):
         at = (mark.step - first) / max(1.0, last - first)
-        level = next((level for level, begin in enumerate(taken_from) if at + _WIDTH <= begin), None)
+        words = mark.text if len(mark.text) <= _MOST_LETTERS else f"{mark.text[: _MOST_LETTERS - 1]}…"
+        width = _LETTER * len(words)
+        begins = at if at + width <= 1 else at - width  # to the right of its line, or to the left near the end
+        level = next((level for level, begin in enumerate(taken_from) if begins + width <= begin), None)
         if level is None:
             continue
-        taken_from[level] = at
+        taken_from[level] = begins
         # The style sheet has the theme's colour for the background.
-        look = {"bgcolor": "white", "borderpad": 1, "bordercolor": _look(mark)[0]}
-        labels.append({"text": f"<b>{mark.number}</b>", "x": mark.step, "y": 1 - _LEVEL_HEIGHT * level} | place | look)
+        look = {"bgcolor": "white", "borderpad": 0, "font": {"color": _look(mark)[0]}}
+        look["hovertext"] = f"step {mark.step:,}: {escape(mark.text)}"
+        look["xanchor"] = "left" if begins == at else "right"
+        shift = {"x": mark.step, "y": 1 - _LEVEL_HEIGHT * level, "xshift": 3 if begins == at else -3}
+        labels.append({"text": escape(words)} | shift | place | look)
     return labels
 
 

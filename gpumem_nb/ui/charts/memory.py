@@ -7,7 +7,7 @@ categories, and the highest and lowest rank's peaks as lines.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,10 @@ from ...shared.categories import CATEGORIES
 from ...shared.units import format_bytes
 from ..series import Array, Peak, shown
 from ..style import GREY, LOOKS, UNKNOWN, VERMILION
-from .chart import Axes, Chart, Drawn, Place, straight_line
+from .chart import Axes, Chart, Drawn, Label, Place, beside, straight_line
 from .view import View
 
 _READINGS = ("live_bytes", "device_used_bytes", "limit_bytes")  # in the order of their traces, after reserved bytes
-
-
-def _vram_title(view: View) -> str:
-    # Memory that is accounted, not a GPU's, says so.
-    return f"VRAM peak, {view.unit}{' (virtual)' if view.virtual else ''}"
 
 
 def _vram_traces(view: View, axes: Axes) -> list[Any]:
@@ -62,7 +57,20 @@ def _draw_vram(view: View, axes: Axes) -> Drawn:
     truths = [[getattr(view.readings[peak.rank], name, None) for peak in bars.values()] for name in _READINGS]
     lines: list[list[int | None]] = [*stacks, reserved, *truths]
     points = [(list(bars), _scaled(of_ranks, view.unit_bytes)) for of_ranks in lines]
-    return Drawn(points, view.memory_range, annotations=_far_limits(view, axes))
+    return Drawn(points, view.memory_range, annotations=[*_far_limits(view, axes), *_numbers(bars, view, axes)])
+
+
+def _numbers(bars: Mapping[str, Peak], view: View, axes: Axes) -> list[dict[str, Any]]:
+    """Return each rank's peak as a number over its bar."""
+    return [
+        {
+            "text": f"{peak.bytes / view.unit_bytes:.3g}",
+            "x": name,
+            "y": max(peak.bytes, peak.reserved) / view.unit_bytes,
+        }
+        | {"xref": axes.x, "yref": axes.y, "yanchor": "bottom", "showarrow": False}
+        for name, peak in bars.items()
+    ]
 
 
 def _part(peak: Peak, category: str | None) -> int | None:
@@ -88,8 +96,8 @@ def _far_limits(view: View, axes: Axes) -> list[dict[str, Any]]:
 
 
 VRAM = Chart(
-    title=_vram_title,
-    place=Place(row=0, column=0, rows=2),
+    title=lambda view: "Now, by rank",
+    place=Place(row=0, column=0),
     traces=_vram_traces,
     draw=_draw_vram,
     over_steps=False,
@@ -98,7 +106,9 @@ VRAM = Chart(
 
 
 def _peak_title(view: View) -> str:
-    return f"Peak of each step, {view.unit}, rank {view.worst.rank if view.worst else 0}"
+    # Memory that is accounted, not a GPU's, says so.
+    virtual = " (virtual)" if view.virtual else ""
+    return f"Peak of each step, {view.unit}{virtual}, rank {view.worst.rank if view.worst else 0}"
 
 
 def _peak_traces(view: View, _: Axes) -> list[Any]:
@@ -111,7 +121,7 @@ def _peak_traces(view: View, _: Axes) -> list[Any]:
             line={"shape": "hv", "width": 0, "color": look.colour},
             fillcolor=look.colour,
             fillpattern=look.filling if look.pattern else None,
-            hovertemplate="step %{x}: %{y:.1f}",
+            hovertemplate="%{y:.1f}",
         )
         for name, look in LOOKS.items()
     ]
@@ -121,7 +131,7 @@ def _peak_traces(view: View, _: Axes) -> list[Any]:
             name=name,
             mode="lines",
             line={"color": GREY, "dash": dash, "width": 1.5, "shape": "hv"},
-            hovertemplate="step %{x}: %{y:.1f}",
+            hovertemplate="%{y:.1f}",
         )
         for name, dash in (("highest rank", "solid"), ("lowest rank", "dot"))
     ]
@@ -129,7 +139,7 @@ def _peak_traces(view: View, _: Axes) -> list[Any]:
         name="out of memory",
         mode="markers",
         marker={"symbol": "x", "size": 11, "color": VERMILION, "line": {"width": 1, "color": "white"}},
-        hovertemplate="step %{x}: needed at least %{y:.1f}",
+        hovertemplate="needed at least %{y:.1f}",
     )
     return [*bands, *lines, too_high]
 
@@ -145,7 +155,28 @@ def _draw_peaks(view: View, axes: Axes) -> Drawn:
     ]
     nothing = {"xref": f"{axes.x} domain", "yref": f"{axes.y} domain", "x": 0.5, "y": 0.5, "showarrow": False}
     notes = [] if view.has_steps else [{"text": "no step yet", **nothing}]
-    return Drawn([*bands, *lines, attempts], view.memory_range, shapes=limits, annotations=notes)
+    names = beside(_names(view), axes, view.memory_range, PEAK_OF_STEPS.height_px)
+    return Drawn([*bands, *lines, attempts], view.memory_range, shapes=limits, annotations=[*notes, *names])
+
+
+_NAMED = 3  # categories
+
+
+def _names(view: View) -> list[Label]:
+    """Return the names of the largest categories of the latest step, and that of the limits, with their sizes."""
+    limits = [
+        Label(f"limit {limit / view.unit_bytes:.4g}", limit / view.unit_bytes, VERMILION) for limit in view.limits
+    ]
+    if not view.bands.step.size:
+        return limits
+    latest = view.bands.live[:, -1] / view.unit_bytes
+    middles = np.cumsum(latest) - latest / 2
+    largest = sorted(range(len(latest)), key=lambda place: -latest[place])[:_NAMED]
+    return limits + [
+        Label(f"{CATEGORIES[place]} {latest[place]:.3g}", float(middles[place]), LOOKS[CATEGORIES[place]].colour)
+        for place in largest
+        if latest[place] > 0
+    ]
 
 
 PEAK_OF_STEPS = Chart(

@@ -1,7 +1,7 @@
 """Charts of what each step did: loss, samples/s, and the time of its parts.
 
 In that of the loss thin lines are the learning rate, where it changes, and the scale of fp16's loss; hovering tells
-their values.
+their values. What is seen is named beside it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from plotly import graph_objects as go
 from ...shared.step_times import PARTS, UNKNOWN
 from ..series import MOST_POINTS, Array
 from ..style import BLUE, GREEN, GREY, ORANGE, SKY, TIME_COLOURS
-from .chart import Axes, Chart, Drawn, Place
+from .chart import Axes, Chart, Drawn, Label, Place, beside
 from .view import View
 
 
-def _draw_loss(view: View, _: Axes) -> Drawn:
+def _draw_loss(view: View, axes: Axes) -> Drawn:
     loss = view.series.mean_of_ranks(lambda sample: sample.loss)
     validated = [(evaluation.step, evaluation.loss) for evaluation in view.evaluations][-MOST_POINTS:]
     trained = (view.series.step, view.shown(loss))
     dots = ([step for step, _ in validated], [loss for _, loss in validated])
     thin = [(view.series.step[: line.size], line) for line in (_rate(view), _scale(view))]
-    return Drawn([trained, dots, *thin], y_type="log" if view.choice.log_loss else "linear")
+    named = {"dots: validation": bool(validated), "thin: learning rate": thin[0][1].size > 0}
+    place = {"xref": f"{axes.x} domain", "yref": f"{axes.y} domain", "x": 1, "xanchor": "right", "showarrow": False}
+    names = [name for name, there in named.items() if there]
+    notes = [{"text": "<br>".join(names), "y": 1, "yanchor": "top", "align": "right", **place}] if names else []
+    return Drawn([trained, dots, *thin], y_type="log" if view.choice.log_loss else "linear", annotations=notes)
 
 
 def _rate(view: View) -> Array:
@@ -37,29 +41,22 @@ def _scale(view: View) -> Array:
     return scale if np.isfinite(scale).any() else scale[:0]
 
 
-def _loss_title(view: View) -> str:
-    seen = {"dots: validation": bool(view.evaluations), "thin: learning rate": _rate(view).size > 0}
-    if seen["dots: validation"] and seen["thin: learning rate"]:  # as long as a title can be on a narrow panel
-        return "Loss (dots: validation, thin: learning rate)"
-    return "Loss, mean of ranks" + "".join(f" ({what})" for what, there in seen.items() if there)
-
-
 def _thin(name: str, colour: str, axis: str) -> go.Scatter:
     line = {"color": colour, "width": 1}
-    return go.Scatter(name=name, mode="lines", line=line, yaxis=axis, hovertemplate=name + " at step %{x}: %{y:.4g}")
+    return go.Scatter(name=name, mode="lines", line=line, yaxis=axis, hovertemplate="%{y:.4g}")
 
 
 LOSS = Chart(
-    title=_loss_title,
-    place=Place(row=2, column=1, span=2),
+    title=lambda view: "Loss",
+    place=Place(row=1, column=1),
     traces=lambda view, axes: [
-        go.Scatter(name="loss", mode="lines", line={"color": GREY, "width": 2}, hovertemplate="step %{x}: %{y:.4g}"),
+        go.Scatter(name="loss", mode="lines", line={"color": GREY, "width": 2}, hovertemplate="%{y:.4g}"),
         go.Scatter(
             name="validation",
             mode="lines+markers",
             line={"color": BLUE, "width": 2, "dash": "dot"},
             marker={"size": 7},
-            hovertemplate="validation after step %{x}: %{y:.4g}",
+            hovertemplate="%{y:.4g}",
         ),
         _thin("learning rate", GREEN, axes.unseen_y[0]),
         _thin("loss scale", ORANGE, axes.unseen_y[1]),
@@ -74,34 +71,50 @@ def _draw_speed(view: View, _: Axes) -> Drawn:
     return Drawn([(view.series.step, view.shown(speed))])
 
 
-def _speed_title(view: View) -> str:
-    if view.time and (late := view.time.straggler):  # short: it stands on two thirds of a narrow panel
-        return f"Samples/s (others wait {100 * late.share:.0f} % for rank {late.rank})"
-    return "Samples/s, all ranks"
-
-
 SPEED = Chart(
-    title=_speed_title,
-    place=Place(row=1, column=1, span=2),
+    title=lambda view: "Samples/s",
+    place=Place(row=1, column=0),
     traces=lambda view, axes: [
-        go.Scatter(
-            name="samples/s", mode="lines", line={"color": SKY, "width": 2}, hovertemplate="step %{x}: %{y:,.2~f}"
-        )
+        go.Scatter(name="all ranks", mode="lines", line={"color": SKY, "width": 2}, hovertemplate="%{y:,.2~f}")
     ],
     draw=_draw_speed,
 )
 
 
-def _draw_times(view: View, _: Axes) -> Drawn:
+_NAMED = 3  # parts of a step
+_ROOM = 1.1  # above the longest step
+
+
+def _draw_times(view: View, axes: Axes) -> Drawn:
     bands = view.series.means_of_ranks(lambda sample: (sample.times or UNKNOWN).seconds)
     if not bands.size:
         return Drawn([([], []) for _ in PARTS])
-    return Drawn([(view.series.step, view.shown(1000 * band)) for band in bands])
+    drawn = [view.shown(1000 * band) for band in bands]
+    tops = np.cumsum(np.nan_to_num([band[-1] for band in drawn]))
+    longest = float(np.nan_to_num(np.sum(drawn, axis=0)).max(initial=0.0))
+    y_range = [0.0, _ROOM * longest or 1.0]
+    points = [(view.series.step, band) for band in drawn]
+    return Drawn(points, y_range, annotations=beside(_largest_parts(view, tops), axes, y_range, STEP_TIME.height_px))
 
+
+def _largest_parts(view: View, tops: Array) -> list[Label]:
+    """Return the names of the parts that a step takes longest for, with their shares; ``tops`` of the last one."""
+    if view.time is None:
+        return []
+    shares = sorted(((view.time.share(part), place) for place, part in enumerate(PARTS)), reverse=True)[:_NAMED]
+    middles = (tops + np.concatenate([[0.0], tops[:-1]])) / 2
+    return [
+        Label(f"{PARTS[place]} {100 * share:.0f} %", float(middles[place]), TIME_COLOURS[PARTS[place]])
+        for share, place in shares
+        if share >= _WORTH_A_NAME
+    ]
+
+
+_WORTH_A_NAME = 0.005  # of a step: less would be 0 %
 
 STEP_TIME = Chart(
-    title=lambda view: "Step time, ms",
-    place=Place(row=2, column=0),
+    title=lambda view: "Step, ms",
+    place=Place(row=1, column=2),
     traces=lambda view, axes: [
         go.Scatter(
             name=part,
@@ -109,7 +122,7 @@ STEP_TIME = Chart(
             mode="lines",
             line={"width": 0, "color": TIME_COLOURS[part]},
             fillcolor=TIME_COLOURS[part],
-            hovertemplate="step %{x}: %{y:.1f} ms",
+            hovertemplate="%{y:.1f} ms",
         )
         for part in PARTS
     ],
