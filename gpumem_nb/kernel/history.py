@@ -9,7 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..planning.prediction import Prediction
 from ..planning.score import Asked
@@ -20,6 +20,7 @@ from ..report.run_summary import Evaluation
 from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
 from ..shared.settings import Settings
 from ..shared.units import name_ranks
+from .answers import Answers
 
 T = TypeVar("T")
 
@@ -78,6 +79,7 @@ class History:
         model_version: grows with whatever may change the model, such as a cell on the ranks.
         foreseen: the latest prediction for settings, since the model may have changed.
         foreseen_version: grows with every change of that.
+        answers: what was found in place of settings that do not fit, since the model may have changed.
         noise_scale: of the gradients of what is loaded, in samples, where it was measured last.
         evaluations: on the validation data, of all that was loaded so far.
         version: grows with every change.
@@ -92,6 +94,7 @@ class History:
         self.asked: deque[Asked] = deque(maxlen=ASKED_KEPT)
         self.model_version = 0
         self.foreseen: dict[Settings, Prediction] = {}
+        self.answers = Answers()
         self.foreseen_version = 0
         self.pinned: Tried | None = None
         self.readings: list[Reading | None] = [None] * size
@@ -194,6 +197,7 @@ class History:
     def _forget_foreseen(self) -> None:
         self.model_version += 1
         self.foreseen = {}
+        self.answers.forget()
         self.foreseen_version += 1
         if self.tried and not self.tried[-1].steps:
             self.tried[-1].model_version = self.model_version
@@ -240,6 +244,8 @@ class History:
     def tried_out(self) -> None:
         """The ranks found out whether other settings would have let a discarded step fit."""
         with self._lock:
+            if self.rescue and self.rescue.instead:
+                self.answers.found(self.rescue.instead)
             self.version += 1
 
     def begin(
@@ -253,15 +259,8 @@ class History:
     ) -> None:
         """A configuration is about to be tried."""
         with self._lock:
-            tried = Tried(
-                settings_id,
-                workload,
-                settings,
-                self.model_version,
-                options=options,
-                parameters=parameters,
-                batch_norm=batch_norm,
-            )
+            of_model: dict[str, Any] = {"options": options, "parameters": parameters, "batch_norm": batch_norm}
+            tried = Tried(settings_id, workload, settings, self.model_version, **of_model)
             self._append(tried)
             self._tell(tried)
             self.version += 1

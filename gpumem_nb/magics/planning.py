@@ -13,6 +13,7 @@ from IPython.display import display
 
 from .. import predict
 from ..planning import gpu_table
+from ..planning.fit import fits
 from ..planning.tuning.result import TuneResult
 from ..planning.tuning.space import TUNABLE
 from ..session import current
@@ -76,7 +77,9 @@ class PlanningMagics(Magics):
             return self._cold(named, given, args)
         if args.largest_batch:
             return current().largest_batch(**pairs(args))
-        return current().predict(**pairs(args))
+        session = current()
+        said = session.predict(**pairs(args))
+        return said if fits(said) else _answer("What would fit", lambda progress: session.instead(said, progress))
 
     def _cold(self, named: list[str], given: dict[str, Any], args: Any) -> Any:
         if any("," in name for name in named) or any(

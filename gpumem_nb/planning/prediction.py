@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from ..report.differences import NOT_KNOWN, mathematics
+from ..report.instead import Instead
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
 from ..shared.workload import Splits
@@ -46,6 +47,7 @@ class Prediction:
         cut_short: whether it was not timed because other work waited for the ranks.
         before: the settings that it was asked from, if there were any.
         splits: what is known of training its micro-batches in parts.
+        instead: what would fit in its place, where it does not and that was asked for.
     """
 
     settings: Settings
@@ -72,6 +74,7 @@ class Prediction:
     measured: bool = False
     runs: bool = False
     sample: str = ""
+    instead: Instead | None = None
 
     @property
     def refusal(self) -> str:
@@ -114,7 +117,8 @@ class Prediction:
                 f"({format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}){self._speed}"
             )
         longest = f"; {self.sample.rstrip('.')}" if self.sample else ""
-        return f"{said}{bytes_}; {self.basis}{longest}{self._mathematics}"
+        instead = f"\n{self.instead.words(self.before or self.settings)}" if self.instead else ""
+        return f"{said}{bytes_}; {self.basis}{longest}{self._mathematics}{instead}"
 
     @property
     def _mathematics(self) -> str:

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..report.differences import arrows, typed
+from ..report.differences import arrows
+from ..report.instead import Instead
 from ..report.tables import Report, Table
 from ..shared.allocator_settings import AllocatorSettings
 from ..shared.errors import InvalidInput
@@ -138,7 +139,7 @@ class WhatFits(Report):
         now: the present settings.
         limit_bytes: of the rank with least room; ``None`` without one.
         failed: what could not be found out, and why, by precision and checkpointing.
-        instead: what fits with another knob where no cell does.
+        instead: what fits in place of the present settings where no cell does.
     """
 
     cells: tuple[Cell, ...]
@@ -146,7 +147,7 @@ class WhatFits(Report):
     limit_bytes: int | None
     failed: dict[tuple[str, str], str]
     _set: Callable[[dict[str, Any]], object] = field(repr=False, compare=False)
-    instead: Prediction | None = None
+    instead: Instead | None = None
 
     def apply(self, precision: str, checkpointing: str) -> None:
         """Train under the largest micro-batch of a cell from the next chunk on.
@@ -202,10 +203,8 @@ class WhatFits(Report):
         if any(cell.measured_at != cell.largest for cell in self.cells):
             said.append("≈ measured with a smaller micro-batch, because a step of the largest takes long.")
         said += [f"{one.precision}, {one.checkpointing}: {one.unknown}" for one in self.cells if one.unknown]
-        if self.instead:
-            flip = typed(self.now, self.instead.settings)
-            peak = format_bytes(self.instead.live_peak_bytes)
-            said.append(f"The present settings fit with {flip} (live peak {peak}): %hvd_set {flip}, then ask again.")
+        if self.instead and self.instead.offers:
+            said.append(f"{self.instead.words(self.now)}, then ask again.")
         elif not any(cell.largest or cell.unknown for cell in self.cells):
             needs = [cell.predicted for cell in self.cells if cell.predicted]
             for one in sorted(needs, key=lambda need: (need.lower_bound, need.reserved_peak_bytes))[:1]:

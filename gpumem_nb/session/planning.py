@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ..kernel.lifecycle import Lifecycle
 from ..kernel.questions.doctoring import Doctoring
 from ..kernel.questions.fitting import Fitting
+from ..kernel.questions.instead import FindingInstead
 from ..kernel.questions.tuning import Tuning
 from ..planning.doctor.checklist import Checklist
 from ..planning.doctor.finding import Diagnosis
+from ..planning.fit import fits
 from ..planning.prediction import Prediction
 from ..planning.score import Scoreboard
 from ..planning.tuning.result import TuneResult
@@ -34,6 +38,25 @@ class PredictsSettings:
             WorkloadError: nothing is loaded, or a small step failed.
         """
         return self._life.cluster.predicting.predict(knobs)
+
+    def instead(self, predicted: Prediction, progress: Progress = lambda what, done: None) -> Prediction:
+        """Return a prediction with what to train with in its place, in ``.instead``; the same where it fits.
+
+        That is the fastest that fits at the same global batch, what frees most, and why: what the card after memory
+        ran out, the doctor and the tuner say, too. An interrupt leaves it out.
+
+        Args:
+            predicted: by :meth:`predict`.
+            progress: told what is being predicted.
+
+        Raises:
+            WorkloadError: nothing is loaded.
+        """
+        with suppress(KeyboardInterrupt):
+            if not fits(predicted):
+                found = FindingInstead(self._life.cluster).find(predicted, progress)
+                return replace(predicted, instead=found)
+        return predicted
 
     def largest_batch(self, /, **knobs: Any) -> int:
         """Return the largest ``batch_size`` that fits every rank with these changes, error included; 0 if none does.

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING
 
 from ..kernel.history import History
 from ..kernel.lifecycle import RESTARTING
+from ..planning.instead import may_free
 from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ..report.breakdown import place
 from ..report.configurations import Effect, Tried
-from ..report.differences import typed
 from ..report.freed import leak_headline, leak_what
+from ..report.instead import BESIDES
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
 from ..report.step_time import TimeReport
-from ..shared import categories as c
 from ..shared.forecast import MOST_BATCH
-from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING, Need
+from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING
 from ..shared.messages import Leak, RankInfo, Reading
-from ..shared.settings import strongest_first
 from ..shared.units import format_bytes, format_rate
 from .pictures import common_limit
 from .series import Peak, above_median, worst_first
@@ -273,11 +272,13 @@ def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
     category, size = parts[0]
     whose = f"rank {peak.rank}'s" if len(found) > 1 else "the"
     fill = "fill" if category.endswith("s") else "fills"
-    helps = what_helps(category, ledger.phase, history, blocks)
+    now, tried = history.now(), history.tried
+    helps = may_free(category, ledger.phase, now, tried, blocks)
     if not helps:
-        helps = FIXED.get(category, "")
+        helps = BESIDES.get(category, "")
         for other, part in parts[1:]:
-            hint = what_helps(other, ledger.phase, history, blocks) if part >= _WORTH_A_WORD * ledger.peak_bytes else ""
+            worth = part >= _WORTH_A_WORD * ledger.peak_bytes
+            hint = may_free(other, ledger.phase, now, tried, blocks) if worth else ""
             if hint:
                 helps += f" {_sentence(other)[:-1]}: {100 * part / ledger.peak_bytes:.0f} %; {hint}"
                 break
@@ -330,36 +331,3 @@ def truths(ranks: Sequence[RankInfo]) -> str:
 def alert(text: str) -> str:
     """Return a sentence about something that could not be done."""
     return f"<div>{_CLOSE}{escape(text)}</div>" if text else ""
-
-
-_MOST_HINTS = 2
-
-# What no knob changes.
-FIXED = {
-    c.PARAMETERS: "No knob changes what the weights take; a smaller model does.",
-    c.GRADIENTS: "No knob changes what the gradients take: they are as large as the weights.",
-    c.OPTIMIZER_STATE: "No knob makes this optimizer's state smaller.",
-    c.COMMUNICATION: "No knob changes how many gradients are on their way at once.",
-    c.OTHER: "Training did not make it: look for tensors that cells and buffers of the model hold.",
-}
-
-
-def what_helps(category: str, phase: str, history: History, blocks: int) -> str:
-    """Knobs that may free some of it; of those already tried, only what made the peak smaller."""
-    now = history.now()
-    if now is None:
-        return ""
-    of_this_model = [tried for tried in reversed(history.tried) if tried.model_version == now.model_version]
-    maybe, measured = [], []
-    for changes in strongest_first(Need(category, phase, now.settings, blocks)):
-        changed = now.settings.replace(**changes)
-        tried = next((t for t in of_this_model if t.settings == changed), None)
-        if tried is None or tried.peak_bytes is None:
-            maybe.append(typed(now.settings, changed))
-        elif now.peak_bytes and tried.peak_bytes < now.peak_bytes:
-            peak = format_bytes(tried.peak_bytes)
-            measured.append(f"{typed(now.settings, changed)} had a peak of {peak} when it was tried")
-    sentences = [f"{'; '.join(measured[:_MOST_HINTS])}."] if measured else []
-    if maybe and len(measured) < _MOST_HINTS:
-        sentences.append(f"{' or '.join(maybe[: _MOST_HINTS - len(measured)])} may free some of it.")
-    return " ".join(sentences)

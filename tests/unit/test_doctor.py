@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpumem_nb.kernel.questions.doctoring import _brings
 from gpumem_nb.planning.doctor.evidence import Evidence, OnRank, still_grows
 from gpumem_nb.planning.doctor.finding import (
-    FASTER,
-    FIT,
-    LESS,
     MEMORY,
     NOTHING,
-    PAGE,
-    ROOM,
     STOPS,
     TIME,
     WRONG,
     Diagnosis,
-    Finding,
-    Flip,
 )
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.doctor.rules.time import CAUSES, larger
+from gpumem_nb.planning.instead import instead_of, lighter
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from gpumem_nb.report.bottleneck import Bottleneck
 from gpumem_nb.report.configurations import Tried
-from gpumem_nb.report.rescue import Fit, Rescue
+from gpumem_nb.report.instead import Fit
+from gpumem_nb.report.rescue import Rescue
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import DeviceUse, Failure, Leak, Sample
 from gpumem_nb.shared.questions import InputFacts, ModelFacts, TensorTotal
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.workload import Splits, WorkloadInfo
+from gpumem_nb.shared.workload import WorkloadInfo
 from tests.ledgers import MIB, info, reading, sample
 
 ROOT = Path(__file__).parents[2]
@@ -203,6 +196,13 @@ def failed(kind: str, **of: Any) -> Rescue:
     return Rescue(failure, 7, Settings(batch_size=64), did="training went back", **of)
 
 
+def ran_out(*tried: Fit) -> Rescue:
+    """A step that ran out of memory, and what was tried out in its place."""
+    rescue = failed("oom")
+    rescue.instead = instead_of(rescue.settings, 2, tried, on_the_step=True)
+    return rescue
+
+
 @pytest.mark.parametrize(
     ("kind", "cause"), [("oom", "does not fit"), ("error", "a step fails"), ("diverged", "ranks differ")]
 )
@@ -218,10 +218,12 @@ def test_a_step_that_failed_is_no_finding_once_it_was_done_after_all() -> None:
 
 def test_of_memory_that_ran_out_what_was_tried_out_on_the_ranks_is_offered_unless_it_is_in_use() -> None:
     fits = Fit(Settings(batch_size=64, checkpointing="blocks"), MIB)
-    [found] = findings(evidence(rescue=failed("oom", trials=[Fit(Settings(), None), fits])))
+    [found] = findings(evidence(rescue=ran_out(Fit(Settings(), None), fits)))
     smaller = {"batch_size": 32, "accumulation_steps": 2, "checkpointing": "blocks"}
     less = {name: value for name, value in smaller.items() if value != getattr(Settings(), name)}
     assert found.candidates == ({"batch_size": 64, "checkpointing": "blocks"}, less)
+    assert found.do.startswith("Tried out on the ranks, these would have fit: checkpointing=blocks batch_size=64 (live")
+    assert "because backward recomputes activations that forward would keep." in found.do
     assert causes(rescue=failed("oom", goes_on=Settings())) == [], "training goes on with what fits"
 
 
@@ -230,8 +232,13 @@ def test_a_step_that_runs_out_on_trial_is_not_said_to_leave_room_and_smaller_mic
     [found] = findings(evidence(needs=blind))
     assert "predicted to run out of memory" in found.sentence
     assert "most of it" not in found.sentence
-    assert {"batch_size": 16, "accumulation_steps": 2} in found.candidates
-    assert found.do == ""
+    assert found.do == "Use a smaller model or a larger limit.", "nothing was tried"
+    half = DEFAULT.replace(batch_size=16, accumulation_steps=2)
+    assert half in lighter(DEFAULT, "backward", 4, blind.categories)
+    instead = instead_of(DEFAULT, 2, [Fit(half, 100 * MIB)], blind)
+    [found] = findings(evidence(needs=blind, instead=instead))
+    assert found.candidates == ({"batch_size": 16, "accumulation_steps": 2},)
+    assert found.do.startswith("Predicted, these would fit: batch_size=16 accumulation_steps=2 (live peak 100.0 MiB)")
 
 
 def test_what_a_cell_holds_alive_on_one_rank_is_not_free_memory() -> None:
@@ -311,43 +318,12 @@ def test_larger_micro_batches_keep_the_samples_of_a_step_where_they_can() -> Non
     assert larger(evidence(workload=dataclasses.replace(LOADED, dataset_len=200))) == {}
 
 
-def test_a_flip_is_offered_only_for_what_it_must_bring() -> None:
-    def brings(wants: str, **of: Any) -> bool:
-        flip = Flip(Settings(), MORE, {"batch_size": 16}, prediction(), prediction(MORE, **of), 100.0)
-        return _brings(flip, wants)
-
-    assert brings(FIT)
-    assert not brings(FIT, verdict=TIGHT)
-    assert brings(ROOM, live=90)
-    assert not brings(ROOM, live=101), "more than now"
-    assert not brings(ROOM, live=90, verdict=TIGHT), "it would barely fit again"
-    assert brings(LESS, live=80)
-    assert not brings(LESS, live=98), "less is not worth a button"
-    assert brings(FASTER, samples_per_s=110.0)
-    assert not brings(FASTER, samples_per_s=90.0)
-    assert not brings(FASTER, samples_per_s=110.0, verdict=DOES_NOT_FIT)
-    assert not _brings(Flip(Settings(), MORE, {}), FIT), "nobody knows"
-
-
-def test_what_a_step_that_ran_out_on_trial_needs_is_not_known_so_nothing_is_said_to_be_saved() -> None:
-    ran_out = prediction(categories={c.OTHER: 150 * MIB}, live=150, verdict=DOES_NOT_FIT, lower_bound=True)
-    flip = Flip(Settings(), MORE, {"batch_size": 16}, ran_out, prediction(MORE), 100.0)
-    assert flip.saves_bytes is None
-    assert flip.brings.startswith("predicted: fits, live peak 100.0 MiB, ")
-
-
-def test_what_changes_batch_norm_is_told_with_the_flip() -> None:
-    after = DEFAULT.replace(batch_size=DEFAULT.batch_size // 2, accumulation_steps=2 * DEFAULT.accumulation_steps)
-    said = [Flip(DEFAULT, after, {}, splits=Splits(norm, mean=True)).mathematics for norm in (False, True)]
-    assert said[0] == "keeps the mathematics to rounding"
-    assert said[1].startswith(f"{said[0]}, but for batch norm, whose statistics come from micro-batches of")
-
-
 def test_where_datasets_hold_most_what_can_be_smaller_is_offered() -> None:
     held = {c.OTHER: 600 * MIB, c.COMMUNICATION: 300 * MIB, c.PARAMETERS: 60 * MIB}
     needs = prediction(live=960, reserved=980, categories=held, high_bytes=1010 * MIB, verdict=TIGHT, sample="Long.")
     [found] = [one for one in findings(evidence(needs=needs)) if one.cause == "barely fits"]
-    assert {"fusion_threshold_mib": 4} in found.candidates
+    smaller = DEFAULT.replace(fusion_threshold_mib=4)
+    assert smaller in lighter(DEFAULT, "backward", 4, held)
     assert found.sentence.endswith(": Long."), "the sample for which it may run out is named"
 
 
@@ -357,40 +333,3 @@ def test_what_runs_is_not_said_to_barely_fit_by_small_steps_alone() -> None:
     assert "barely fits" in causes(needs=dataclasses.replace(needs, measured=True))
     assert "barely fits" in causes(needs=dataclasses.replace(needs, runs=False))
     assert "barely fits" not in causes(needs=prediction(live=970)), "what all others say to fit, such as the tuner"
-
-
-def test_a_flip_to_workers_says_that_they_must_keep_up() -> None:
-    after = Settings(num_workers=2)
-    flip = Flip(Settings(), after, {"num_workers": 2}, prediction(), prediction(after, samples_per_s=180.0), 100.0)
-    assert flip.brings.endswith("180 samples/s (+80) if workers keep up")
-
-
-def example() -> Diagnosis:
-    flip = Flip(
-        Settings(), MORE, {"batch_size": 16}, prediction(), prediction(MORE, live=40, samples_per_s=75.0), 100.0
-    )
-    found = Finding("leak", WRONG, 2, "It <grows>.", {"so far_bytes": MIB, "share": 0.25, "n": None}, "Do.", flip=flip)
-    return Diagnosis((found,), ("Noted.",), "Came.")
-
-
-def test_a_finding_says_its_evidence_its_flip_and_where_it_is_explained() -> None:
-    text = str(example())
-    assert "so far 1.0 MiB, share 25 %, n n/a" in text
-    assert "%hvd_set batch_size=16: predicted: fits, live peak 40.0 MiB (60.0 MiB less), 75 samples/s (−25)" in text
-    assert "changes the mathematics (batch_size). Do." in text
-    assert f"{PAGE}#leak" in text
-    assert text.endswith("Came.\nNoted.")
-    assert "It &lt;grows&gt;." in example()._repr_html_()
-    [row] = example().frame().to_dict("records")
-    assert (row["cause"], row["saves_bytes"], row["gains_samples_per_s"]) == ("leak", 60 * MIB, -25)
-    assert row["mathematics"] == "changes"
-    assert Diagnosis(()).frame().empty
-
-
-def test_every_cause_has_its_heading_on_the_page() -> None:
-    headings = set(re.findall(r"^## (.+)$", (ROOT / PAGE).read_text(), re.MULTILINE))
-    source = "".join(path.read_text() for path in (ROOT / "gpumem_nb/planning/doctor/rules").glob("*.py"))
-    dominant = re.findall(r'_dominates\(evidence, c\.\w+, "(.+)"\)', source)
-    named = {*re.findall(r'Finding\(\n\s+"(.+)",', source), *dominant, *CAUSES.values()}
-    assert len(named) >= 20
-    assert named - headings == set()

@@ -20,7 +20,7 @@ from gpumem_nb.planning.doctor.finding import WRONG
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, TIGHT
 from gpumem_nb.report.bottleneck import Bottleneck
-from gpumem_nb.report.rescue import Fit
+from gpumem_nb.report.instead import Fit
 from gpumem_nb.report.sync import SyncReport
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import Chunk
@@ -28,7 +28,7 @@ from gpumem_nb.shared.questions import InputFacts, ModelFacts, SeenSamples, Sync
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import FORWARD, UPDATE, StepTimes
 from tests.ledgers import MIB, info
-from tests.unit.test_doctor import LEAK, causes, evidence, failed, prediction, rank
+from tests.unit.test_doctor import LEAK, causes, evidence, prediction, ran_out, rank
 from tests.unit.test_doctor_asks import Session
 from tests.unit.test_one_rank import alone as alone  # a fixture
 from tests.unit.test_questions import gpu as gpu  # a fixture
@@ -185,8 +185,8 @@ def test_the_checklist_tells_builds_apart_and_what_cannot_be_checked() -> None:
 
 def test_what_would_have_fit_barely_is_named_before_a_smaller_model_is() -> None:
     barely = Fit(Settings(batch_size=16), 90, barely=True)
-    [found] = findings(evidence(rescue=failed("oom", trials=[Fit(Settings(), None), barely])))
-    assert "only these would have fit, barely: batch_size=16" in found.do
+    [found] = findings(evidence(rescue=ran_out(Fit(Settings(), None), barely)))
+    assert "only this would have fit, barely: batch_size=16" in found.do
     assert "smaller model" not in found.do
 
 

@@ -17,7 +17,7 @@ from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.bottleneck import Bottleneck
-from gpumem_nb.report.rescue import Fit
+from gpumem_nb.report.instead import Fit
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.errors import NotThisTime, TrainingFailed, WorkloadError
 from gpumem_nb.shared.questions import ModelFacts
@@ -26,7 +26,7 @@ from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits
 from tests.ledgers import MIB, info, reading
 from tests.runs import history_of, train
-from tests.unit.test_doctor import DEFAULT, LIMIT, LOADED, evidence, failed, prediction, rank
+from tests.unit.test_doctor import DEFAULT, LIMIT, LOADED, evidence, prediction, ran_out, rank
 
 Predict = Callable[[Settings], Prediction]
 
@@ -85,6 +85,7 @@ class Session:
             predict=predict,
             largest_batch=lambda changes: 999,
             splits=lambda before, after: Splits(mean=True),
+            known_splits=Splits(mean=True),
             verdicts=lambda: self.verdicts,
             stopped_for=lambda: self.failure,
         )
@@ -179,10 +180,10 @@ def test_what_was_tried_out_after_memory_ran_out_is_offered_where_small_steps_ca
     session = Session()
     smaller = DEFAULT.replace(checkpointing="blocks")
     session.predicts = lambda settings: prediction(settings, **of)
-    session.history.rescue = failed("oom", trials=[Fit(smaller, 100 * MIB)])
+    session.history.rescue = ran_out(Fit(smaller, 100 * MIB))
     found = next(one for one in session.examine().findings if one.cause == "does not fit")
     assert (found.flip is not None) is (of == {"verdict": TIGHT})
-    session.history.rescue = failed("oom", trials=[Fit(smaller, 100 * MIB, barely=True)])
+    session.history.rescue = ran_out(Fit(smaller, 100 * MIB, barely=True))
     assert all(one.flip is None for one in session.examine().findings if one.cause == "does not fit")
 
 

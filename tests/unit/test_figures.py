@@ -10,6 +10,7 @@ import pytest
 
 from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.training.state import TrainingState
+from gpumem_nb.planning.instead import may_free
 from gpumem_nb.planning.prediction import FITS, Prediction
 from gpumem_nb.planning.score import Asked, foretold, score
 from gpumem_nb.report.run_summary import Run
@@ -21,7 +22,6 @@ from gpumem_nb.shared.step_times import FORWARD, StepTimes
 from gpumem_nb.ui import wording
 from gpumem_nb.ui.pictures import common_limit
 from gpumem_nb.ui.series import peaks
-from gpumem_nb.ui.wording import what_helps
 from tests.ledgers import MIB, ledger, reading, sample, waits
 from tests.runs import runs_of
 
@@ -214,13 +214,17 @@ def test_what_settings_needed_of_another_model_is_no_advice_for_this_one(history
     steps(history, [9.0] * 6, settings_id=2, live_peak_bytes=10 * MIB)
     history.begin(3, "mine", NOW)
     steps(history, [9.0] * 6, settings_id=3, live_peak_bytes=40 * MIB)
-    assert "had a peak of 10.0 MiB" in what_helps("activations", "forward", history, 4)
+
+    def said() -> str:
+        return may_free("activations", "forward", history.now(), history.tried, 4)
+
+    assert "had a peak of 10.0 MiB" in said()
     history.begin(4, "mine", NOW)
-    assert "had a peak of 10.0 MiB" in what_helps("activations", "forward", history, 4), "an interrupt changes nothing"
+    assert "had a peak of 10.0 MiB" in said(), "an interrupt changes nothing"
     steps(history, [9.0] * 6, settings_id=4, live_peak_bytes=40 * MIB)
     history.model_may_have_changed()
     steps(history, [9.0] * 6, settings_id=4, live_peak_bytes=80 * MIB)
-    assert "had a peak of" not in what_helps("activations", "forward", history, 4)
+    assert "had a peak of" not in said()
 
 
 def waiting(queued_s: float | None, hidden_s: float | None = 0.0) -> StepTimes:

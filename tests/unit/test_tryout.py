@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from gpumem_nb.kernel.history import History
-from gpumem_nb.kernel.training import failures
 from gpumem_nb.kernel.training.failures import Tryout
 from gpumem_nb.kernel.training.state import TrainingState
+from gpumem_nb.planning import instead
+from gpumem_nb.planning.instead import instead_of
 from gpumem_nb.report.differences import typed
-from gpumem_nb.report.rescue import Fit, Rescue
+from gpumem_nb.report.instead import Fit
+from gpumem_nb.report.rescue import Rescue
 from gpumem_nb.shared.categories import ACTIVATIONS
 from gpumem_nb.shared.forecast import RECORDED, VARYING, Forecast, Forecasts
 from gpumem_nb.shared.knobs.step import halved
@@ -36,18 +38,18 @@ def out_of_memory(settings: Settings, phase: str = "forward") -> Rescue:
 
 def tried(settings: Settings, phase: str, blocks: bool, most: int = 10) -> list[str]:
     """As typed, while nothing fits."""
-    one = Tryout(out_of_memory(settings, phase), blocks)
+    one = Tryout(out_of_memory(settings, phase), 4 * blocks)
     found: list[str] = []
     while len(found) < most and one.next():
         one.learn(OUT)
-        found.append(typed(settings, one.rescue.trials[-1].settings))
+        found.append(typed(settings, one.search.tried[-1].settings))
     return found
 
 
 def ended(settings: Settings, answer: Callable[[Settings], list[Forecasts]], blocks: bool = False) -> Rescue:
     """When all was tried."""
     rescue = out_of_memory(settings)
-    one = Tryout(rescue, blocks)
+    one = Tryout(rescue, 4 * blocks)
     while candidate := one.next():
         one.learn(answer(candidate))
     rescue.looking = False
@@ -107,18 +109,19 @@ def test_without_blocks_only_the_batch_shrinks() -> None:
 
 def test_all_micro_batches_of_the_step_that_failed_are_tried() -> None:
     """The one that is too large may be any of them."""
-    one = Tryout(out_of_memory(Settings(batch_size=8, accumulation_steps=4)), blocks=False)
+    one = Tryout(out_of_memory(Settings(batch_size=8, accumulation_steps=4)), blocks=0)
     candidate = one.next()
     assert candidate is not None
     assert (candidate.batch_size, candidate.accumulation_steps) == (4, 8)
 
 
 def test_without_time_for_a_choice_it_goes_on_until_something_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(instead, "TIMEOUT_S", 0.0)
     rescue = ended(Settings(batch_size=64), lambda one: needs(10) if one.batch_size <= 4 else OUT, blocks=True)
     assert [fit.settings.batch_size for fit in rescue.fitting] == [4]
     rescue = ended(Settings(batch_size=64), lambda one: needs(10), blocks=True)
-    assert len(rescue.trials) == 1, "the first that fits"
+    assert rescue.instead is not None
+    assert len(rescue.instead.tried) == 1, "the first that fits"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ def test_what_is_typed_leads_from_the_settings_in_force_to_what_was_tried() -> N
 def test_what_leaves_no_room_is_not_said_to_fit() -> None:
     rescue = ended(Settings(batch_size=4, precision="bf16"), lambda one: needs(995))
     assert not rescue.fits
-    assert "only these would have fit, barely: batch_size=2 accumulation_steps=2 (live peak 995.0 MiB)" in rescue.advice
+    assert "only this would have fit, barely: batch_size=1 accumulation_steps=4 (live peak 995.0 MiB)" in rescue.advice
     assert rescue.advice.endswith("Type %hvd_set batch_size=1 accumulation_steps=4")
 
 
@@ -175,10 +178,10 @@ def test_a_sample_that_is_the_cause_is_named_before_the_command() -> None:
 def test_what_was_predicted_to_fit_is_named_until_a_trial_has_said_so() -> None:
     settings, lighter = Settings(batch_size=8), Settings(batch_size=8, checkpointing="blocks")
     rescue = Rescue(Failure(0, "oom", "forward", ""), 1, settings, foreseen=[Fit(lighter, 3 * MIB)])
-    one = Tryout(rescue, blocks=True)
-    assert lighter in one.mild
+    one = Tryout(rescue, blocks=4)
+    assert lighter in one.search.mild
     assert "Predicted to fit: checkpointing=blocks (live peak 3.0 MiB). What would have fit is being" in rescue.advice
-    while lighter not in [trial.settings for trial in rescue.trials]:
+    while lighter not in [trial.settings for trial in one.search.tried]:
         assert "Predicted to fit" in rescue.advice
         one.next()
         one.learn(OUT)
@@ -197,7 +200,8 @@ def test_commands_lead_to_what_was_tried_also_after_other_knobs_were_set() -> No
     history = History(2)
     state = TrainingState(history)
     rescue = out_of_memory(Settings(batch_size=64))
-    rescue.trials.append(Fit(Settings(batch_size=32, accumulation_steps=2), 100 * MIB))
+    tried = [Fit(Settings(batch_size=32, accumulation_steps=2), 100 * MIB)]
+    rescue.instead = instead_of(rescue.settings, 2, tried, on_the_step=True)
     history.rescued(rescue)
     state.adopt(Settings(batch_size=8, precision="bf16"))
     assert rescue.advice.endswith("Type %hvd_set precision=fp32 batch_size=32 accumulation_steps=2")

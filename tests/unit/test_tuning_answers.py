@@ -9,8 +9,10 @@ from unittest.mock import MagicMock
 import pytest
 
 from gpumem_nb.kernel.questions.predicting import Predicting
+from gpumem_nb.planning.instead import instead_of
 from gpumem_nb.planning.prediction import TIGHT, Prediction
 from gpumem_nb.planning.tuning.record import Candidate
+from gpumem_nb.report.instead import Fit
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits
 from tests.unit import tuned_machine
@@ -71,17 +73,13 @@ def test_what_could_not_be_tried_is_told_with_the_reason() -> None:
     assert not frame.fits.iloc[-1]
 
 
-@pytest.mark.parametrize(
-    ("start", "said"),
-    [
-        ({"batch_size": 8, "accumulation_steps": 8}, "Less may be needed with what changes the mathematics"),
-        ({"batch_size": 8, "checkpointing": "none"}, "Less may be needed with a smaller global batch or"),
-    ],
-)
-def test_where_nothing_fits_what_helps_is_named(start: dict[str, Any], said: str) -> None:
-    knobs = ["batch_size"] if "accumulation_steps" in start else ["optimizer_impl"]
-    result, _, _ = tuned(Settings(**start), 10, knobs=knobs)
-    assert said in result.why
+def test_where_nothing_fits_it_says_what_would_as_everywhere_else() -> None:
+    result, _, _ = tuned(Settings(batch_size=8, accumulation_steps=8), 10, knobs=["batch_size"])
+    assert result.why.startswith("Nothing fits 10.0 MiB: the least is ")
+    half = result.present.replace(precision="bf16")
+    told = replace(result, instead=instead_of(result.present, 2, [Fit(half, 9 * MIB)]))
+    assert "Predicted, these would fit: precision=bf16 (live peak 9.0 MiB; it changes the mathematics" in told.why
+    assert told.why.endswith("Type %hvd_set precision=bf16")
 
 
 def test_what_cannot_become_the_fastest_is_not_measured() -> None:

@@ -72,7 +72,7 @@ def test_stop_while_another_way_of_the_update_is_looked_for_keeps_the_table(monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fitting, "_cell", lambda now, place, *_: Cell(place[0], place[1], 0))
-    monkeypatch.setattr(fitting, "_lighter", stopped)
+    monkeypatch.setattr(fitting, "_instead", stopped)
     found = fitting.what_fits(lambda what, done: None, lambda now: lambda knobs: None)
     assert [cell.precision for cell in found.cells] == ["fp32", "fp16", "bf16"]
     assert found.instead is None

@@ -10,6 +10,7 @@ from ...planning.doctor.checklist import Checklist, checklist
 from ...planning.doctor.evidence import Evidence, OnRank, still_grows
 from ...planning.doctor.finding import FASTER, FIT, LESS, ROOM, Diagnosis, Finding, Flip
 from ...planning.doctor.rules import findings
+from ...planning.doctor.rules.limits import barely_fits
 from ...planning.doctor.rules.time import larger, small_batch, without_checkpointing
 from ...planning.fit import fits
 from ...planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
@@ -26,6 +27,7 @@ from ...shared.units import format_bytes, format_rate
 from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 from .fitting import Changed, Unchanged
+from .instead import FindingInstead
 from .predicting import LONGEST_S
 
 STEPS_LOOKED_AT = 200  # the latest, for peaks and losses
@@ -44,6 +46,7 @@ class Doctoring(AsksRanks):
         super().__init__(cluster)
         self._predicting = cluster.predicting
         self._inspection = cluster.inspection
+        self._finding = FindingInstead(cluster)
 
     def examine(self, progress: Progress) -> Diagnosis:
         """Return what is found, with flips that were predicted.
@@ -146,6 +149,8 @@ class Doctoring(AsksRanks):
             noise_scale=history.noise_scale,
             steps=history.steps,
         )
+        if needs is not None and barely_fits(evidence):
+            evidence = dataclasses.replace(evidence, instead=self._finding.find(needs, progress))
         if changes := without_checkpointing(evidence):
             progress("all activations kept", 0.35)
             evidence = dataclasses.replace(evidence, all_kept=self._predict(changes, []))

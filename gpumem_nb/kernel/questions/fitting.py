@@ -8,16 +8,17 @@ from contextlib import suppress
 from typing import Any
 
 from ...planning.fit import fits
-from ...planning.prediction import DOES_NOT_FIT, Prediction
+from ...planning.prediction import DOES_NOT_FIT
 from ...planning.what_if import COLUMNS, ROWS, Cell, WhatFits
+from ...report.instead import Instead
 from ...shared.answers import Progress
-from ...shared.categories import TEMPORARIES
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
-from ...shared.knobs import KNOBS, Need
+from ...shared.knobs import KNOBS
 from ...shared.messages import least_limit
-from ...shared.settings import Settings, mildest_first
+from ...shared.settings import Settings
 from ..cluster import AsksRanks, Cluster
 from ..history import History
+from .instead import FindingInstead
 from .predicting import Predicting
 
 Knobs = dict[str, Any]
@@ -105,6 +106,7 @@ class Fitting(AsksRanks):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._predicting = cluster.predicting
+        self._finding = FindingInstead(cluster)
 
     def what_fits(self, progress: Progress, applying: Callable[[Settings], Callable[[Knobs], object]]) -> WhatFits:
         """Return all cells, as :meth:`Session.what_fits`; those that cannot be used with what is loaded are left out.
@@ -158,17 +160,13 @@ class Fitting(AsksRanks):
         )
         helps = None
         with suppress(KeyboardInterrupt, GpumemError):  # which take away nothing of what was found
-            helps = None if any(cell.largest for cell in cells) else self._lighter(now)
+            helps = None if any(cell.largest for cell in cells) else self._instead(progress)
         return WhatFits(tuple(cells), now, limit, failed, apply, helps)
 
-    def _lighter(self, now: Settings) -> Prediction | None:
-        """Return what fits where nothing does under any precision and checkpointing: another way of the same update."""
-        for settings in mildest_first(Need(TEMPORARIES, "update", now, 0)):
-            if settings.same_mathematics(now):
-                with suppress(WorkloadError):
-                    if fits(said := self._predicting.answer(settings)):
-                        return said
-        return None
+    def _instead(self, progress: Progress) -> Instead | None:
+        """Return what would fit where nothing does under any precision and checkpointing, such as another update."""
+        needs = self._predicting.predict({})
+        return None if fits(needs) else self._finding.find(needs, progress)
 
     def _cell(
         self,

@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ...planning.fit import within
+from ...planning.fit import fits, within
+from ...planning.instead import as_fit, of_tuned
 from ...planning.prediction import Prediction
 from ...planning.score import Asked
 from ...planning.tuning.record import Candidate, Record, TrialTimes, speed_of
@@ -16,6 +17,7 @@ from ...planning.tuning.result import TuneResult
 from ...planning.tuning.search import search
 from ...planning.tuning.space import Space, space
 from ...report.differences import typed
+from ...report.instead import Fit, Instead
 from ...shared.answers import Progress
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ...shared.forecast import SMALL
@@ -27,6 +29,7 @@ from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 from ..history import History
 from .fitting import Changed, Knobs, SlowPrecisions, Unchanged
+from .instead import FindingInstead
 from .predicting import Predicting
 
 _LEAST_BUDGET = 2**20  # bytes: a number without a unit may be meant as MiB
@@ -39,6 +42,7 @@ class Tuning(AsksRanks):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._predicting = cluster.predicting
+        self._finding = FindingInstead(cluster)
 
     def tune(
         self,
@@ -114,7 +118,31 @@ class Tuning(AsksRanks):
             if budget_bytes is not None:  # which holds for this answer alone
                 foretold = within(foretold, least_limit(self._history.readings))
             self._history.predicted(Asked(foretold, trials.model_version, present, self._history.begun))
-        return result
+        return replace(result, instead=self._instead(result, budget_bytes, progress))
+
+    def _instead(self, result: TuneResult, budget_bytes: int | None, progress: Progress) -> Instead | None:
+        """Return what to train with in place of the present settings; ``None`` where these fit, or an interrupt came.
+
+        Where nothing of the tuner's choice fits either, other knobs are asked about, as everywhere else.
+        """
+        start, best = result.space.start, result.best
+        now = next((one.predicted for one in result.looked_at if one.settings == start), None)
+        if now is None or fits(now) or (result.stopped and best is None):
+            return None
+        if best is None:
+            with suppress(KeyboardInterrupt, GpumemError):
+                return self._finding.find(now, progress, budget_bytes)
+            return None
+        tried = [_tried(one) for one in result.looked_at if one is not best]
+        found = of_tuned(start, result.ranks, _tried(best), tried, now, result.splits)
+        if budget_bytes is None:
+            self._finding.tell(found)
+        return found
+
+
+def _tried(one: Candidate) -> Fit:
+    """Return a candidate with what it measured."""
+    return replace(as_fit(one.predicted), barely=one.tight, samples_per_s=one.samples_per_s)
 
 
 def _foretold(best: Candidate, present: Settings, ranks: int) -> Prediction:

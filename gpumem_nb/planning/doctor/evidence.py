@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...report.bottleneck import Bottleneck, Changes, Circumstances
 from ...report.configurations import Effect, Tried
+from ...report.instead import Instead
 from ...report.rescue import Rescue
 from ...report.speed import WARM_UP_STEPS
 from ...shared.forecast import LARGE_SEGMENT_BYTES
-from ...shared.knobs import Need
 from ...shared.messages import DeviceUse, Leak, Ledger, RankInfo, Reading, Sample
 from ...shared.questions import ModelFacts
 from ...shared.readings import LiveBytes
-from ...shared.settings import Settings, mildest_first
+from ...shared.settings import Settings
 from ...shared.workload import WorkloadInfo
+from ..instead import lighter
 from ..prediction import Prediction
 
 # Between live and reserved the allocator's own rounding made 3 to 32 % of difference in the models that were measured
@@ -121,6 +122,7 @@ class Evidence:
         stopped_for: why training stopped by itself, where no such step is to blame; empty if it did not.
         effect: what the latest flip did.
         foretold: what had been predicted of that flip.
+        instead: what to train with in place of these settings, where they are not predicted to fit.
         noise_scale: of gradients, in samples.
         steps: done since it was loaded.
     """
@@ -140,6 +142,7 @@ class Evidence:
     stopped_for: str = ""
     effect: Effect | None = None
     foretold: Prediction | None = None
+    instead: Instead | None = None
     noise_scale: float | None = None
     steps: int = 0
 
@@ -201,14 +204,14 @@ class Evidence:
 
     def tried_out(self, settings: Settings) -> bool:
         """Return whether the step that ran out of memory was tried out under these settings, and fits."""
-        return self.rescue is not None and any(fit.settings == settings for fit in self.rescue.fitting)
+        instead = self.rescue.instead if self.rescue else None
+        return instead is not None and any(one.fits and one.settings == settings for one in instead.tried)
 
     def lighter(self, category: str, phase: str) -> tuple[Changes, ...]:
         """Changes that may make a category smaller, those that keep the mathematics first."""
-        need = Need(category, phase, self.settings, self.workload.blocks)
-        wanted = (after.changed_from(self.settings) for after in mildest_first(need))
-        return tuple(self.possible(wanted))
+        return self.possible(lighter(self.settings, phase, self.workload.blocks, {category: 1}, tried_out=False))
 
-    def possible(self, wanted: Iterable[Changes]) -> Iterator[Changes]:
-        """Those of some changes that go with what is loaded."""
-        return (allowed for changes in wanted if (allowed := self.circumstances.allowed(**changes)))
+    def possible(self, wanted: Iterable[Settings]) -> tuple[Changes, ...]:
+        """Return what leads to some settings, as far as they go with what is loaded and are not in use."""
+        changed = (after.changed_from(self.settings) for after in wanted)
+        return tuple(allowed for changes in changed if changes and (allowed := self.circumstances.allowed(**changes)))

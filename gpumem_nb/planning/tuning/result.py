@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...report.differences import arrows, changes, mathematics, short, typed
+from ...report.instead import Instead
 from ...report.tables import Report, Table
 from ...shared.errors import WorkloadError
 from ...shared.knobs import CHANGES
@@ -40,6 +41,7 @@ class TuneResult(Report):
         stopped: why it ended early, in a sentence; empty if it came to its end.
         refused: what no step was possible under, and why.
         splits: what is known of training its micro-batches in parts.
+        instead: what to train with in place of the present settings, where these do not fit.
     """
 
     present: Settings
@@ -54,6 +56,7 @@ class TuneResult(Report):
     refused: Mapping[Settings, str]
     splits: Splits
     _set: Callable[[dict[str, Any]], object] = field(repr=False, compare=False)
+    instead: Instead | None = None
 
     @property
     def measured(self) -> tuple[Candidate, ...]:
@@ -175,7 +178,8 @@ class TuneResult(Report):
         said += f"{why_not}. {self._does(best)}"
         few = now is not None and math.isnan(best.error + now.error) and not self.stopped
         chance = f"Of so few turns that may be chance. {self._more_time}" if few else ""
-        notes = (chance, self._tight(best), self._too_tight(best), self._parts(best), self._larger(best))
+        instead = self.instead.reason(self.present) if self.instead and now is None else ""
+        notes = (instead, chance, self._tight(best), self._too_tight(best), self._parts(best), self._larger(best))
         return " ".join(filter(None, [said, *notes]))
 
     def _does(self, best: Candidate) -> str:
@@ -269,14 +273,8 @@ class TuneResult(Report):
                 f"None of {known} of {len(self.space.candidates)} settings that were looked at in {self.seconds:.0f} s "
                 f"fits {limit}; the least of them is {needs}, with {settings}. {self._more_time}"
             )
-        split = least.settings.batch_size > 1 and least.settings.accumulation_steps == 1
-        ways = [
-            *(["a smaller global batch"] if split else []),
-            *([] if "precision" in self.space.knobs else ["what changes the mathematics (--any-mathematics)"]),
-            "a smaller model",
-        ]
-        helps = f"Less may be needed with {' or '.join(ways)}."
-        return f"Nothing fits {limit}: the least is {needs}, the error included, with {settings}. {helps}"
+        helps = f" {self.instead.words(self.present)}" if self.instead else ""
+        return f"Nothing fits {limit}: the least is {needs}, the error included, with {settings}.{helps}"
 
     @property
     def _more_time(self) -> str:

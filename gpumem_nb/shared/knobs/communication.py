@@ -162,6 +162,7 @@ FUSION_THRESHOLD_MIB = Knob(
     moves={COMMUNICATION: MOST},
     mathematics=KEEPS_TO_ROUNDING,
     lighter=_smaller_buffer,
+    saves="Horovod's buffer is smaller",
     exported=carried,
     left_out=_of_horovod,
 )

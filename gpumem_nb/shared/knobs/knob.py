@@ -98,6 +98,7 @@ class Knob(Option):
         apply: what it does to a live model on a rank when settings are applied; called with every change of any knob,
             so a second time must do nothing. ``None``: each step reads the value by itself.
         lighter: the changes that may make a category in ``moves`` smaller; none where they are in use already.
+        saves: why these need less memory, as a clause such as ``fewer activations are kept at once``.
         refuses: why a value cannot be used with what is loaded (``None``: nothing is), or nothing.
         conflicts: why settings cannot be used together on so many ranks, or nothing.
         adapts: what to change when a workload is loaded under these settings.
@@ -117,6 +118,7 @@ class Knob(Option):
     mathematics: str | Callable[[Settings, Settings], str] = CHANGES
     apply: Callable[[LiveModel, Settings], None] | None = None
     lighter: Callable[[Need], Iterable[Changes]] | None = None
+    saves: str = ""
     refuses: Callable[[Any, WorkloadInfo | None], str] | None = None
     conflicts: Callable[[Settings, int], str] | None = None
     adapts: Callable[[Settings, WorkloadInfo], Changes] | None = None

@@ -32,6 +32,7 @@ PRECISION = Knob(
     short="",
     moves={ACTIVATIONS: HALF, CASTS: MOST, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
     lighter=_fewer_bits,
+    saves="most results of forward take 16 bits instead of 32",
     exported=carried,
 )
 
@@ -62,6 +63,7 @@ CHECKPOINTING = Knob(
     mathematics=KEEPS,
     apply=lambda live, settings: live.set_checkpointing(settings.checkpointing),
     lighter=_recomputed,
+    saves="backward recomputes activations that forward would keep",
     adapts=_adapts_blocks,
     retired={"all": "none"},  # one segment over all blocks, which saved nothing
     exported=carried,
@@ -153,6 +155,7 @@ BATCH_SIZE = Knob(
     moves={ACTIVATIONS: HALF, INPUTS: HALF, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
     mathematics=_as_many_samples,
     lighter=_fewer_at_once,
+    saves="fewer samples are in memory at once",
     refuses=_refuses,
     adapts=_adapts,
     exported=carried,
@@ -170,5 +173,6 @@ ACCUMULATION_STEPS = Knob(
     moves={GRADIENTS: SOME},
     mathematics=_as_many_samples,
     lighter=_no_accumulation,
+    saves="no gradients lie beside the activations",
     exported=carried,
 )

@@ -65,6 +65,7 @@ OPTIMIZER = Knob(
     moves={OPTIMIZER_STATE: MOST},
     apply=lambda live, settings: live.set_optimizer(settings),
     lighter=_less_state,
+    saves="it remembers less of each weight",
     refuses=_refuses,
     adapts=_adapts,
     exported=carried,
@@ -86,6 +87,7 @@ OPTIMIZER_IMPL = Knob(
     mathematics=KEEPS_TO_ROUNDING,
     apply=lambda live, settings: live.set_optimizer_impl(settings.optimizer_impl),
     lighter=_in_place,
+    saves="the update takes no copies of the weights",
     exported=carried,
 )
 

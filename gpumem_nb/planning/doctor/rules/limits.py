@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from ....report.bottleneck import Changes
 from ....report.differences import typed
-from ....shared import categories as c
+from ....report.instead import LARGER
 from ....shared.forecast import DRY, ERRORS
 from ....shared.knobs.step import halved
 from ....shared.units import format_bytes
 from ...prediction import DOES_NOT_FIT, TIGHT
-from ..evidence import Evidence, Peak
+from ..evidence import Evidence
 from ..finding import FIT, ROOM, STOPS, Finding
 
 # With less than the error of a prediction without ranks (docs/prediction-cold.md) it could not be said beforehand
 # that it fits: from there on what fills the memory is worth a word.
 SCARCE = 1 / (1 + ERRORS[DRY])
-
-_TRIED_OUT = 2  # of the settings that fitted for a step, as many are offered before one that needs less
-
-_CATEGORIES = 3  # of the peak, the largest, which is looked at for what may be smaller
-
-LARGER = "Use a smaller model or a larger limit."
 
 
 def does_not_fit(evidence: Evidence) -> Finding | None:
@@ -32,11 +25,10 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
     undone = "" if rescue.settings == evidence.settings else f" under {typed(evidence.settings, rescue.settings)}"
     back = f"; {rescue.did}" if rescue.did else ""
     waits = "What would fit is being tried out on the ranks: ask again in a moment." if rescue.looking else ""
-    helps = waits or ("" if rescue.fitting else rescue.ways)
-    tried = [fit.settings for fit in rescue.fitting]
-    smaller = halved(tried[-1]) if tried else None  # what fitted for a step may leave no room
-    ways = [*tried[:_TRIED_OUT], *([smaller] if smaller else [])]
-    fitting = (settings.changed_from(evidence.settings) for settings in ways)
+    fitting = [fit.settings for fit in rescue.fitting]
+    reason = rescue.instead.reason(evidence.settings) if rescue.instead and fitting else ""
+    helps = waits or (" ".join(filter(None, [failure.sample, reason])) if reason else rescue.ways)
+    smaller = halved(fitting[-1]) if fitting else None  # what fitted for a step may leave no room
     return Finding(
         "does not fit",
         STOPS,
@@ -49,7 +41,7 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
             "in": f"{failure.phase} {failure.module}".strip(),
         },
         do=helps,
-        candidates=tuple(evidence.possible(changes for changes in fitting if changes)),
+        candidates=evidence.possible([*fitting, *([smaller] if smaller else [])]),
         wants=FIT,
     )
 
@@ -107,9 +99,7 @@ def barely_fits(evidence: Evidence) -> Finding | None:
         return None
     if needs.verdict not in (TIGHT, DOES_NOT_FIT) or (needs.runs and not needs.measured):
         return None  # small steps say less than those that ran
-    # What a trial step that ran out held in memory is not known; micro-batches, at least, can be smaller.
-    unknown = needs.lower_bound
-    candidates = evidence.lighter(c.ACTIVATIONS, peak.phase) if unknown else _lighter(evidence, peak)
+    unknown, instead = needs.lower_bound, evidence.instead
     reserved, limit = needs.in_words(needs.reserved_peak_bytes), format_bytes(needs.limit_bytes)
     most = "" if unknown else f", most of it for {peak.largest}"
     then = (
@@ -130,14 +120,7 @@ def barely_fits(evidence: Evidence) -> Finding | None:
         }
         if not unknown
         else {"at least_bytes": needs.low_bytes, "limit_bytes": needs.limit_bytes},
-        do="" if candidates else LARGER,
-        candidates=candidates,
+        do=instead.reason(evidence.settings) if instead else LARGER,
+        candidates=evidence.possible(fit.settings for fit in instead.offers) if instead else (),
         wants=ROOM,
     )
-
-
-def _lighter(evidence: Evidence, peak: Peak) -> tuple[Changes, ...]:
-    """Changes that may make some of the largest categories smaller; no knob moves what cells or datasets hold."""
-    largest = sorted(peak.categories, key=peak.categories.__getitem__, reverse=True)[:_CATEGORIES]
-    changes = [one for category in largest for one in evidence.lighter(category, peak.phase)]
-    return tuple(one for place, one in enumerate(changes) if one not in changes[:place])

@@ -81,7 +81,7 @@ def rate_unscaled(evidence: Evidence) -> Finding | None:
             "learning rate": settings.learning_rate,
             "noise scale": evidence.noise_scale,
         },
-        candidates=tuple(evidence.possible([changes])),
+        candidates=evidence.possible([settings.replace(**changes)]),
     )
 
 

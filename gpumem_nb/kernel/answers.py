@@ -1,0 +1,26 @@
+"""What was found out about what is loaded, until it may have changed."""
+
+from __future__ import annotations
+
+from ..report.instead import Instead
+from ..shared.settings import Settings
+
+
+class Answers:
+    """Holds what to train with in place of settings that do not fit, so that it is the same wherever it is asked."""
+
+    def __init__(self) -> None:
+        self._instead: dict[Settings, Instead] = {}
+
+    def found(self, instead: Instead) -> None:
+        """Take in an answer."""
+        self._instead[instead.failed] = instead
+
+    def instead_of(self, settings: Settings) -> Instead | None:
+        """Return what was found in place of these settings; ``None`` where nothing was tried."""
+        found = self._instead.get(settings)
+        return found if found and found.tried else None
+
+    def forget(self) -> None:
+        """The model may have changed."""
+        self._instead = {}

@@ -1,0 +1,78 @@
+"""Finds what to train with in place of settings that do not fit, by steps that are undone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...planning.fit import within
+from ...planning.instead import Search, instead_of
+from ...planning.prediction import Prediction
+from ...report.differences import typed
+from ...report.instead import Fit, Instead
+from ...shared.answers import Progress
+from ...shared.errors import InvalidInput, NotThisTime, WorkloadError
+from ..cluster import AsksRanks, Cluster
+
+
+class FindingInstead(AsksRanks):
+    """Asks for one candidate after the other; what was found once, the card's answer included, is the answer again."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._predicting = cluster.predicting
+
+    def find(
+        self,
+        needs: Prediction,
+        progress: Progress = lambda what, done: None,
+        budget_bytes: int | None = None,
+    ) -> Instead:
+        """Return what to train with in place of settings that are not predicted to fit.
+
+        Args:
+            needs: what these settings need.
+            progress: told what is being predicted.
+            budget_bytes: a limit of each rank besides its own, which holds for this answer alone.
+
+        Raises:
+            WorkloadError: nothing is loaded.
+        """
+        known = self._history.answers.instead_of(needs.settings) if budget_bytes is None else None
+        if known is None:
+            known = self._searched(needs, progress, budget_bytes)
+        tried, splits = [self._timed(one) for one in known.tried], self._predicting.known_splits
+        on_the_step = known.on_the_step
+        found = instead_of(needs.settings, len(self._ranks), tried, needs, on_the_step=on_the_step, splits=splits)
+        if budget_bytes is None:
+            self.tell(found)
+        return found
+
+    def tell(self, found: Instead) -> None:
+        """Give this answer from now on, on the card too."""
+        self._history.answers.found(found)
+        if (rescue := self._history.rescue) and rescue.settings == found.failed:
+            rescue.instead = found
+            self._history.tried_out()
+
+    def _searched(self, needs: Prediction, progress: Progress, budget_bytes: int | None) -> Instead:
+        workload, failed, now = self._training.workload, needs.settings, self._training.settings
+        search = Search(failed, needs.phase, workload.blocks if workload else 0, needs.categories)
+        while candidate := search.next():
+            progress(f"what would fit: {typed(failed, candidate)}", 0.5)
+            try:
+                said = self._predicting.predict(candidate.changed_from(now))
+            except NotThisTime:
+                break
+            except (InvalidInput, WorkloadError):
+                continue
+            search.learn(said if budget_bytes is None else within(said, _least(said.limit_bytes, budget_bytes)))
+        return Instead(failed, len(self._ranks), tried=tuple(search.tried))
+
+    def _timed(self, one: Fit) -> Fit:
+        """Return the same with the throughput of whole steps, where that was measured since."""
+        known = self._history.foreseen.get(one.settings)
+        return one if known is None or one.samples_per_s else replace(one, samples_per_s=known.samples_per_s)
+
+
+def _least(limit_bytes: int | None, budget_bytes: int) -> int:
+    return budget_bytes if limit_bytes is None else min(limit_bytes, budget_bytes)

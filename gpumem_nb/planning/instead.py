@@ -1,0 +1,269 @@
+"""Decide what to train with in place of settings that do not fit; all callers ask here.
+
+The card after memory ran out, the doctor, the tuner, ``%hvd_predict`` and the table of what fits hand in what was tried
+and what came of it, and get the same answer: the fastest that fits at this global batch, what frees most, and why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ..report.configurations import Tried
+from ..report.differences import NOT_KNOWN, changes, typed
+from ..report.instead import Fit, Instead
+from ..shared.categories import ACTIVATIONS, OPTIMIZER_STATE, OTHER, TEMPORARIES
+from ..shared.knobs import CHANGES, Need
+from ..shared.knobs.step import halved
+from ..shared.settings import Settings, mildest_first, strongest_first
+from ..shared.units import format_bytes
+from ..shared.workload import Splits
+from .fit import fits
+from .prediction import DOES_NOT_FIT, Prediction
+
+TIMEOUT_S = 5.0  # for a choice of settings; until one fits, it goes on
+_CATEGORIES = 3  # of the peak, the largest, which is looked at for what may be smaller
+# Times as fast as a milder change: turns of a tuner tell 1.02 apart, a single step on trial less.
+_FASTER, _FASTER_ON_TRIAL = 1.02, 1.1
+_MOST_HINTS = 2
+
+
+def lighter(
+    settings: Settings, phase: str, blocks: int, at_peak: Mapping[str, int] | None = None, tried_out: bool = True
+) -> list[Settings]:
+    """Return what may need less memory, the mildest first.
+
+    Args:
+        settings: in place of which.
+        phase: the part of the step that fills the memory.
+        blocks: how many blocks of the model can be checkpointed.
+        at_peak: live bytes at the peak by category, where these are known.
+        tried_out: whether all is tried before anyone sees it.
+    """
+    known = at_peak and set(at_peak) != {OTHER}
+    if at_peak and known:  # no knob moves what cells or datasets hold
+        largest = sorted(at_peak, key=at_peak.__getitem__, reverse=True)[:_CATEGORIES]
+    else:
+        largest = [TEMPORARIES, OPTIMIZER_STATE] if phase == "update" else [ACTIVATIONS]
+    found = (mildest_first(Need(category, phase, settings, blocks, tried_out)) for category in largest)
+    return list(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+
+class Search:
+    """Candidates in place of settings that do not fit, the mildest first, until there is a choice.
+
+    Args:
+        failed: these settings.
+        phase: the part of the step that fills the memory.
+        blocks: how many blocks of the model can be checkpointed.
+        at_peak: live bytes at the peak by category, where these are known.
+        usable: whether settings go with what is loaded.
+
+    Attributes:
+        mild: the candidates that are all tried, as far as there is time.
+        tried: what came of those that were, in order.
+    """
+
+    def __init__(
+        self,
+        failed: Settings,
+        phase: str,
+        blocks: int,
+        at_peak: Mapping[str, int] | None = None,
+        usable: Callable[[Settings], bool] = lambda settings: True,
+    ) -> None:
+        self.tried: list[Fit] = []
+        self._failed = self._candidate = failed
+        mild = list(filter(usable, lighter(failed, phase, blocks, at_peak)))
+        together = _together(failed, mild)
+        self.mild = tuple(mild if together in (failed, *mild) else [*mild, together])
+        self._mild = iter(self.mild)
+        self._updates: deque[Settings] = deque()
+        self._usable = usable
+        self._ladder = iter(()) if phase == "update" else filter(usable, _ever_smaller(failed, together))
+        self._until_s = time.monotonic() + TIMEOUT_S
+
+    @property
+    def fitting(self) -> list[Fit]:
+        """Return what fits with room, in the order of trying."""
+        return _fitting(self.tried)
+
+    def next(self) -> Settings | None:
+        """Return the settings to try next; nothing when that was all.
+
+        Mild candidates come to choose from, until the time is over. Ever smaller micro-batches follow until one fits,
+        however long that takes.
+        """
+        fits = bool(self.fitting)
+        update = [self._updates.popleft()] if self._updates and not fits else []
+        ladder: Iterable[Settings] = [] if fits else self._ladder
+        for candidate in itertools.chain(update, self._mild, ladder):
+            if fits and time.monotonic() > self._until_s:
+                return None
+            self._candidate = candidate
+            return candidate
+        return None
+
+    def learn(self, said: Prediction, trial_s: float | None = None) -> None:
+        """Take in what the latest candidate needs, and how long its step took on trial; see :class:`Fit`."""
+        self.tried.append(as_fit(said, trial_s))
+        if said.phase == "update" and not fits(said):
+            self._lighten_update()
+
+    def _lighten_update(self) -> None:
+        """Smaller micro-batches alone do not help the update: try another way of the same one besides."""
+        known = [one.settings for one in self.tried]
+        for other in lighter(self._candidate, "update", 0):
+            if other.same_mathematics(self._candidate) and other not in known and self._usable(other):
+                self._updates.append(other)
+
+
+def as_fit(said: Prediction, trial_s: float | None = None) -> Fit:
+    """Return what was predicted as a candidate of the answer."""
+    peak = None if said.verdict == DOES_NOT_FIT else said.live_peak_bytes
+    barely = peak is not None and not fits(said)
+    return Fit(said.settings, peak, barely, said.samples_per_s, trial_s)
+
+
+def instead_of(
+    failed: Settings,
+    ranks: int,
+    tried: Sequence[Fit],
+    needs: Prediction | None = None,
+    *,
+    on_the_step: bool = False,
+    splits: Splits = NOT_KNOWN,
+) -> Instead:
+    """Return what to train with in place of settings that do not fit.
+
+    What keeps the global batch comes before what does not, and what keeps the mathematics before what does not. Of
+    those the fastest is named, the mildest where no other is clearly faster.
+
+    Args:
+        failed: these settings.
+        ranks: how many train.
+        tried: what came of others, the mildest first.
+        needs: what these settings are predicted to need, where that is known.
+        on_the_step: whether the step that ran out of memory was tried again.
+        splits: what is known of training micro-batches in parts.
+    """
+    found = Instead(
+        failed,
+        ranks,
+        tried=tuple(tried),
+        why=_why(needs) if needs else "",
+        largest=_largest(needs) if needs else "",
+        on_the_step=on_the_step,
+        splits=splits,
+    )
+    fitting = [one for one in _fitting(tried) if one.settings != failed]
+    if not fitting:
+        barely = [one for one in tried if one.barely and one.settings != failed]
+        return replace(found, barely=min(reversed(barely), key=_peak, default=None))
+    alike = [one for one in fitting if one.settings.samples_per_rank == failed.samples_per_rank] or fitting
+    keep = [one for one in alike if changes(failed, one.settings, splits) != CHANGES] or alike
+    fastest, timed = _fastest(keep)
+    most = min(alike, key=_peak)
+    return replace(found, fastest=fastest, timed=timed, frees_most=most if _peak(most) < _peak(fastest) else None)
+
+
+def of_tuned(
+    failed: Settings, ranks: int, best: Fit, others: Sequence[Fit], needs: Prediction, splits: Splits = NOT_KNOWN
+) -> Instead:
+    """Return the answer of a tuner, whose best is the fastest of all that it tried, whatever single turns say."""
+    most = best.samples_per_s or 0.0
+    slower = [replace(one, samples_per_s=min(one.samples_per_s or 0.0, most)) for one in others]
+    return instead_of(failed, ranks, [replace(best, barely=False), *slower], needs, splits=splits)
+
+
+def may_free(category: str, phase: str, now: Tried | None, tried: Sequence[Tried], blocks: int) -> str:
+    """Return which knobs may free some of a category, in sentences; of those tried, only what made the peak smaller.
+
+    Args:
+        category, phase: what fills the memory, in which part of the step.
+        now: the present configuration; ``None`` before there is one.
+        tried: all configurations.
+        blocks: how many blocks of the model can be checkpointed.
+    """
+    if now is None:
+        return ""
+    of_this_model = [one for one in reversed(tried) if one.model_version == now.model_version]
+    maybe, measured = [], []
+    for change in strongest_first(Need(category, phase, now.settings, blocks)):
+        changed = now.settings.replace(**change)
+        known = next((one for one in of_this_model if one.settings == changed), None)
+        if known is None or known.peak_bytes is None:
+            maybe.append(typed(now.settings, changed))
+        elif now.peak_bytes and known.peak_bytes < now.peak_bytes:
+            peak = format_bytes(known.peak_bytes)
+            measured.append(f"{typed(now.settings, changed)} had a peak of {peak} when it was tried")
+    sentences = [f"{'; '.join(measured[:_MOST_HINTS])}."] if measured else []
+    if maybe and len(measured) < _MOST_HINTS:
+        sentences.append(f"{' or '.join(maybe[: _MOST_HINTS - len(measured)])} may free some of it.")
+    return " ".join(sentences)
+
+
+def _fitting(tried: Iterable[Fit]) -> list[Fit]:
+    return [one for one in tried if one.fits]
+
+
+def _peak(one: Fit) -> int:
+    return one.peak_bytes or 0
+
+
+def _fastest(found: Sequence[Fit]) -> tuple[Fit, bool]:
+    """Return the fastest, and whether that is known; only times of one kind are compared."""
+    for rate, worth in ((_measured, _FASTER), (_on_trial, _FASTER_ON_TRIAL)):
+        rates = {id(one): speed for one in found if (speed := rate(one)) is not None}
+        if len(rates) == len(found):
+            best = max(rates.values())
+            return next(one for one in found if worth * rates[id(one)] >= best), True
+    return found[0], False
+
+
+def _measured(one: Fit) -> float | None:
+    return one.samples_per_s
+
+
+def _on_trial(one: Fit) -> float | None:
+    return one.settings.samples_per_rank / one.trial_s if one.trial_s else None
+
+
+def _largest(needs: Prediction) -> str:
+    known = needs.categories if not needs.lower_bound else {}
+    return max(known, key=known.__getitem__) if set(known) - {OTHER} else ""
+
+
+def _why(needs: Prediction) -> str:
+    """Return what fills the memory; empty where that is not known."""
+    category, peak = _largest(needs), needs.live_peak_bytes
+    if not category:
+        return ""
+    where = f"{needs.phase} of {needs.module}" if needs.module else needs.phase
+    share = 100 * needs.categories[category] / max(1, peak)
+    return f"At the peak of {format_bytes(peak)}, in {where}, {share:.0f} % is {category}."
+
+
+def _together(settings: Settings, others: Sequence[Settings]) -> Settings:
+    """Return all lighter settings that keep the mathematics at once."""
+    together = settings
+    for other in others:
+        if other.same_mathematics(settings):
+            together = together.replace(**other.changed_from(settings))
+    return together
+
+
+def _ever_smaller(failed: Settings, together: Settings) -> Iterator[Settings]:
+    """Give the same global batch in quarters, eighths and so on down to single samples, without and with all else."""
+    smaller = halved(failed)
+    others = together.changed_from(smaller) if smaller else {}
+    others = {name: value for name, value in others.items() if name not in ("batch_size", "accumulation_steps")}
+    if smaller and others and smaller.replace(**others) != together:
+        yield smaller.replace(**others)
+    while smaller and (smaller := halved(smaller, failed)):
+        yield smaller
+        if others:
+            yield smaller.replace(**others)

@@ -1,0 +1,173 @@
+"""One answer to settings that do not fit: which of what was tried is named, and that all who are asked say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gpumem_nb.kernel.cluster import Cluster
+from gpumem_nb.kernel.history import History
+from gpumem_nb.kernel.questions.instead import FindingInstead
+from gpumem_nb.planning.instead import instead_of, of_tuned
+from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
+from gpumem_nb.report.instead import Fit
+from gpumem_nb.report.rescue import Rescue
+from gpumem_nb.shared import categories as c
+from gpumem_nb.shared.errors import InvalidInput, NotThisTime
+from gpumem_nb.shared.messages import Failure
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Splits
+from tests.ledgers import MIB, info
+from tests.unit.test_doctor import LIMIT, LOADED, prediction
+
+FAILED = Settings(batch_size=32)
+HALF = FAILED.replace(batch_size=16, accumulation_steps=2)
+BLOCKS = FAILED.replace(checkpointing="blocks")
+BF16 = FAILED.replace(precision="bf16")
+NEEDS = prediction(FAILED, live=1600, verdict=DOES_NOT_FIT)
+
+
+def test_the_fastest_is_named_first_then_what_frees_most_and_why() -> None:
+    found = instead_of(FAILED, 2, [Fit(HALF, 900 * MIB, False, 100.0), Fit(BLOCKS, 400 * MIB, False, 80.0)], NEEDS)
+    assert found.words(FAILED) == (
+        "At the peak of 1.6 GiB, in backward, 75 % is activations. Predicted, these would fit: batch_size=16 "
+        "accumulation_steps=2 (live peak 900.0 MiB, 100 samples/s), the fastest of them at this global batch, because "
+        "fewer samples are in memory at once; checkpointing=blocks (live peak 400.0 MiB, 80 samples/s), which frees "
+        "most, because backward recomputes activations that forward would keep. Type %hvd_set batch_size=16 "
+        "accumulation_steps=2"
+    )
+    slower = instead_of(FAILED, 2, [Fit(HALF, 900 * MIB, False, 60.0), Fit(BLOCKS, 400 * MIB, False, 80.0)])
+    assert [one.settings for one in slower.offers] == [BLOCKS], "it is the fastest and frees most"
+
+
+@pytest.mark.parametrize(
+    ("half", "blocks", "fastest"),
+    [
+        (Fit(HALF, 9, trial_s=1.0), Fit(BLOCKS, 4, trial_s=0.8), BLOCKS),
+        (Fit(HALF, 9, trial_s=1.0), Fit(BLOCKS, 4, trial_s=0.95), HALF),
+        (Fit(HALF, 9, False, 100.0), Fit(BLOCKS, 4, False, 101.0), HALF),
+        (Fit(HALF, 9, False, 100.0), Fit(BLOCKS, 4, trial_s=0.1), HALF),
+    ],
+)
+def test_another_than_the_mildest_is_named_only_where_it_is_clearly_faster_by_times_of_one_kind(
+    half: Fit, blocks: Fit, fastest: Settings
+) -> None:
+    found = instead_of(FAILED, 2, [half, blocks])
+    assert found.fastest is not None
+    assert found.fastest.settings == fastest
+    compared = (half.samples_per_s is None) == (blocks.samples_per_s is None)
+    assert ("the fastest of them" in found.words(FAILED)) is compared
+    assert ("the mildest change" in found.words(FAILED)) is not compared
+
+
+def test_what_changes_the_mathematics_or_the_global_batch_comes_after_all_else() -> None:
+    sixteen = Fit(BF16, 300 * MIB, False, 900.0)
+    slow = Fit(BLOCKS, 800 * MIB, False, 10.0)
+    found = instead_of(FAILED, 2, [sixteen, slow])
+    assert [one.settings for one in found.offers] == [BLOCKS, BF16]
+    assert "which frees most" in found.words(FAILED)
+    assert "it changes the mathematics (precision)" in found.words(FAILED)
+    alone = instead_of(FAILED, 2, [sixteen, Fit(FAILED.replace(batch_size=4), 10 * MIB, False, 9000.0)])
+    assert [one.settings for one in alone.offers] == [BF16], "nothing keeps the mathematics at this global batch"
+    fewer = instead_of(FAILED, 2, [Fit(FAILED.replace(batch_size=4), 10 * MIB, False, 9000.0)]).words(FAILED)
+    assert "the global batch becomes 8 instead of 64), none at this global batch" in fewer
+
+
+def test_a_loss_whose_parts_are_not_its_mean_keeps_its_micro_batches() -> None:
+    tried = [Fit(HALF, 100 * MIB, False, 900.0), Fit(BLOCKS, 800 * MIB, False, 10.0)]
+    found = instead_of(FAILED, 2, tried, splits=Splits(mean=False))
+    assert [one.settings for one in found.offers] == [BLOCKS, HALF]
+    assert "it changes the mathematics (batch_size: the gradient of a micro-batch is not" in found.words(FAILED)
+
+
+def test_where_nothing_fits_what_is_no_knob_is_named() -> None:
+    state = prediction(FAILED, live=1600, verdict=DOES_NOT_FIT, most=c.OPTIMIZER_STATE)
+    said = instead_of(FAILED, 2, [Fit(HALF, None), Fit(BLOCKS, None)], state).words(FAILED)
+    assert "none of these would fit: batch_size=16 accumulation_steps=2; checkpointing=blocks." in said
+    assert "LoRA" in said
+    assert said.endswith("Use a smaller model or a larger limit.")
+
+
+def test_the_tuners_best_is_the_answer_whatever_single_turns_say() -> None:
+    best, other = Fit(BLOCKS, 500 * MIB, False, 90.0), Fit(HALF, 400 * MIB, False, 95.0)
+    found = of_tuned(FAILED, 2, best, [other], NEEDS)
+    assert [one.settings for one in found.offers] == [BLOCKS, HALF]
+
+
+class Ranks:
+    """Two ranks that answer what a test wants of settings.
+
+    Attributes:
+        asked: the settings that were predicted, in order.
+    """
+
+    def __init__(self, predicts: Callable[[Settings], Prediction], now: Settings = FAILED) -> None:
+        self.asked: list[Settings] = []
+        self.history = History(2)
+        self._predicts = predicts
+        self._now = now
+
+    def finding(self) -> FindingInstead:
+        training = SimpleNamespace(settings=self._now, workload=LOADED)
+        predicting = SimpleNamespace(predict=self._predict, known_splits=Splits(mean=True))
+        parts: dict[str, Any] = dict.fromkeys(("foreground", "policy", "origin", "record", "snapshots"))
+        parts |= {"ranks": SimpleNamespace(infos=[info(0), info(1)]), "history": self.history}
+        return FindingInstead(cast(Cluster, SimpleNamespace(**parts, training=training, predicting=predicting)))
+
+    def _predict(self, changes: dict[str, Any]) -> Prediction:
+        self.asked.append(self._now.replace(**changes))
+        return self._predicts(self.asked[-1])
+
+
+def roomy(settings: Settings) -> Prediction:
+    fits = settings.batch_size <= 8
+    return prediction(settings, live=10 * settings.batch_size, verdict=FITS if fits else DOES_NOT_FIT)
+
+
+def test_smaller_micro_batches_are_asked_about_until_one_fits_and_never_twice() -> None:
+    ranks = Ranks(roomy)
+    found = ranks.finding().find(NEEDS)
+    assert found.fastest is not None
+    assert (found.fastest.settings.batch_size, found.fastest.settings.accumulation_steps) == (8, 4)
+    asked = len(ranks.asked)
+    assert ranks.finding().find(NEEDS) == found
+    assert len(ranks.asked) == asked
+    ranks.history.model_may_have_changed()
+    ranks.finding().find(NEEDS)
+    assert len(ranks.asked) == 2 * asked, "what a cell may have changed is asked anew"
+
+
+def test_what_cannot_be_used_is_left_out_and_an_end_of_asking_keeps_what_was_found() -> None:
+    def predicts(settings: Settings) -> Prediction:
+        if settings.checkpointing != "none":
+            raise InvalidInput("no blocks here")
+        if settings.precision != "fp32":
+            raise NotThisTime("others wait")
+        return prediction(settings, live=100)
+
+    found = Ranks(predicts).finding().find(NEEDS)
+    assert [one.settings for one in found.tried] == [HALF]
+
+
+def test_the_card_and_predictions_say_the_same() -> None:
+    ranks = Ranks(roomy, now=Settings(batch_size=4))
+    rescue = Rescue(Failure(0, "oom", "forward", ""), 3, FAILED, now=Settings(batch_size=4), ranks=2)
+    rescue.instead = instead_of(FAILED, 2, [Fit(HALF, 900 * MIB, trial_s=1.0)], on_the_step=True)
+    ranks.history.rescued(rescue)
+    ranks.history.tried_out()
+    found = ranks.finding().find(NEEDS)
+    assert ranks.asked == [], "it was tried out on the very step"
+    assert rescue.advice == found.words(Settings(batch_size=4))
+    assert "75 % is activations" in rescue.advice, "why, which was not known before"
+    assert "Tried out on the ranks, these would have fit" in rescue.advice
+
+
+def test_a_budget_holds_for_one_answer_alone() -> None:
+    ranks = Ranks(lambda settings: prediction(settings, live=10 * settings.batch_size, high_bytes=LIMIT // 2))
+    found = ranks.finding().find(replace(NEEDS, limit_bytes=100 * MIB), budget_bytes=LIMIT // 4)
+    assert found.fastest is None
+    assert ranks.history.answers.instead_of(FAILED) is None
