@@ -89,7 +89,7 @@ class DiagnosisView:
 
     def _shown(self, finding: Finding) -> Any:
         flip = finding.flip
-        about = region("gpumem-about", "group", finding.cause)
+        about = region("gpumem-about", "group", finding.title)
         about.html = card(finding)
         helps = region("gpumem-what", "group", "what helps")
         helps.html = (_flip(flip) if flip else "") + (f"<p>{escape(finding.do)}</p>" if finding.do else "")
@@ -97,7 +97,7 @@ class DiagnosisView:
             return box([about, box([helps], "gpumem-helps")], "gpumem-finding")
         apply = ApplyButton(
             flip.typed,
-            f"fixes: {finding.cause}; {flip.mathematics}",
+            f"fixes: {finding.title}; {flip.mathematics}",
             lambda: self._take(one),
             self._ask,
             again=False,

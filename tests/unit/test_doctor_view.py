@@ -48,8 +48,12 @@ class Session:
 def diagnosis() -> Diagnosis:
     will = prediction(AFTER, live=40, samples_per_s=150.0)
     flip = Flip(Settings(), AFTER, {"precision": "bf16"}, prediction(), will, 100.0)
-    with_flip = Finding("activations dominate", MEMORY, 1, "Too <many>.", {"live_bytes": MIB}, flip=flip)
-    return Diagnosis((with_flip, Finding("no core", TIME, 0.5, "Others.", {"share": 0.5}, do="Look.")), ("Noted.",))
+    with_flip = Finding(
+        "activations dominate", "Activations fill it", MEMORY, 1, "Too <many>.", {"live_bytes": MIB}, flip=flip
+    )
+    return Diagnosis(
+        (with_flip, Finding("no core", "Others compute", TIME, 0.5, "Others.", {"share": 0.5}, do="Look.")), ("Noted.",)
+    )
 
 
 @pytest.fixture
@@ -70,7 +74,14 @@ def test_each_finding_has_a_card_and_each_flip_a_button_with_a_name(session: Ses
     [button] = buttons(view)
     assert button.description == "Apply precision=bf16"
     shown = regions(view)
-    for words in ("Too &lt;many&gt;.", "live 1.0 MiB", "≠ changes the mathematics", "Look.", "Noted.", "no-core"):
+    for words in (
+        "Too &lt;many&gt;.",
+        "live 1.0 MiB",
+        "≠ changes the mathematics",
+        "Look.",
+        "Noted.",
+        "others-compute",
+    ):
         assert words in shown
     assert all(one.label for one in widgets_in(view.view) if isinstance(one, Region))
 
@@ -78,7 +89,7 @@ def test_each_finding_has_a_card_and_each_flip_a_button_with_a_name(session: Ses
 def test_a_saved_page_keeps_it_without_buttons(session: Session) -> None:
     bundle = DiagnosisView(session, diagnosis())._repr_mimebundle_()  # type: ignore[arg-type]
     assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert "1. activations dominate (memory)" in bundle["text/plain"]
+    assert "1. Activations fill it (memory)" in bundle["text/plain"]
     assert "Too &lt;many&gt;." in bundle["text/html"]
 
 

@@ -8,13 +8,17 @@ from typing import Any
 
 from gpumem_nb.kernel.questions.doctoring import _brings
 from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, PAGE, ROOM, WRONG, Diagnosis, Finding, Flip
-from gpumem_nb.planning.doctor.rules.time import CAUSES
+from gpumem_nb.planning.doctor.rules import findings
+from gpumem_nb.planning.doctor.rules.time import CAUSES, TITLES
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, TIGHT
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits
 from tests.ledgers import MIB
-from tests.unit.test_doctor import DEFAULT, MORE, prediction
+from tests.unit.test_doctor import DEFAULT, MORE, evidence, prediction
+from tests.unit.test_doctor import (
+    test_each_rule_speaks_above_its_threshold_and_is_silent_below as each_rule,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +65,16 @@ def example() -> Diagnosis:
     flip = Flip(
         Settings(), MORE, {"batch_size": 16}, prediction(), prediction(MORE, live=40, samples_per_s=75.0), 100.0
     )
-    found = Finding("leak", WRONG, 2, "It <grows>.", {"so far_bytes": MIB, "share": 0.25, "n": None}, "Do.", flip=flip)
+    found = Finding(
+        "leak",
+        "Memory’s growth, seen",
+        WRONG,
+        2,
+        "It <grows>.",
+        {"so far_bytes": MIB, "share": 0.25, "n": None},
+        "Do.",
+        flip=flip,
+    )
     return Diagnosis((found,), ("Noted.",), "Came.")
 
 
@@ -70,7 +83,8 @@ def test_a_finding_says_its_evidence_its_flip_and_where_it_is_explained() -> Non
     assert "so far 1.0 MiB, share 25 %, n n/a" in text
     assert "%hvd_set batch_size=16: predicted: fits, live peak 40.0 MiB (60.0 MiB less), 75 samples/s (−25)" in text
     assert "changes the mathematics (batch_size). Do." in text
-    assert f"{PAGE}#leak" in text
+    assert f"more: {PAGE}#memorys-growth-seen" in text
+    assert "1. Memory’s growth, seen (wrong): It <grows>." in text
     assert text.endswith("Came.\nNoted.")
     assert "It &lt;grows&gt;." in example()._repr_html_()
     [row] = example().frame().to_dict("records")
@@ -79,10 +93,29 @@ def test_a_finding_says_its_evidence_its_flip_and_where_it_is_explained() -> Non
     assert Diagnosis(()).frame().empty
 
 
-def test_every_cause_has_its_heading_on_the_page() -> None:
-    headings = set(re.findall(r"^## (.+)$", (ROOT / PAGE).read_text(), re.MULTILINE))
+def titles() -> list[str]:
     source = "".join(path.read_text() for path in (ROOT / "gpumem_nb/planning/doctor/rules").glob("*.py"))
-    dominant = re.findall(r'_dominates\(evidence, c\.\w+, "(.+)"\)', source)
-    named = {*re.findall(r'Finding\(\n\s+"(.+)",', source), *dominant, *CAUSES.values()}
-    assert len(named) >= 20
-    assert named - headings == set()
+    dominant = re.findall(r'_dominates\(\s*evidence,\s*c\.\w+,\s*"[^"]+",\s*"(.+)"', source)
+    return [*re.findall(r'Finding\(\n\s+"[^"]+",\n\s+"(.+)",', source), *dominant, *TITLES.values()]
+
+
+def test_every_finding_has_a_plain_title_and_its_heading_on_the_page() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / PAGE).read_text(), re.MULTILINE)
+    assert len(titles()) >= 36
+    assert set(titles()) == set(headings), "and no heading is left over"
+    assert len(set(titles())) == len(titles())
+    assert all(len(one.split()) >= 3 and one[0].isupper() for one in titles())
+    assert set(CAUSES) == set(TITLES)
+
+
+def test_the_page_is_named_with_the_anchor_that_its_heading_gets() -> None:
+    [finding] = example().findings
+    assert finding.page == f"{PAGE}#memorys-growth-seen"
+
+
+def test_every_finding_says_what_to_press_or_to_type() -> None:
+    """Those made by hand in the tests of rules: each has a flip to predict, or says what to do."""
+    for above in [values[1] for mark in each_rule.pytestmark for values in mark.args[1]]:
+        for found in findings(evidence(**above)):
+            assert found.candidates or found.do or found.cause == "memory held by cells", found
+            assert found.measured, found

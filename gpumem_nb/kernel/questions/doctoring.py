@@ -65,7 +65,7 @@ class Doctoring(AsksRanks):
         evidence = self._evidence(progress, notes)
         found = findings(evidence)
         for place, finding in enumerate(found):
-            progress(f"what would help: {finding.cause}", 0.5 + 0.5 * place / len(found))
+            progress(f"what would help: {finding.title}", 0.5 + 0.5 * place / len(found))
             found[place] = self._with_flip(finding, evidence)
         try:
             unchanged.check()

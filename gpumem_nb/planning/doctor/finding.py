@@ -113,7 +113,8 @@ class Finding:
     """Something worth a word.
 
     Attributes:
-        cause: in a few words; also the heading on the page that explains it.
+        cause: in a few words, for programs.
+        title: a plain sentence, for people; also the heading on the page that explains it.
         level: ``STOPS``, ``WRONG``, ``MEMORY`` or ``TIME``.
         weight: by which the worst of a level comes first: bytes that could be saved, or the share of time.
         sentence: what was found.
@@ -125,6 +126,7 @@ class Finding:
     """
 
     cause: str
+    title: str
     level: int
     weight: float
     sentence: str
@@ -137,7 +139,8 @@ class Finding:
     @property
     def page(self) -> str:
         """Return where it is explained: the file, and the heading in it."""
-        return f"{PAGE}#{self.cause.replace(' ', '-')}"
+        words = "".join(letter for letter in self.title.lower() if letter.isalnum() or letter in " -")
+        return f"{PAGE}#{words.replace(' ', '-')}"
 
     @property
     def order(self) -> tuple[float, ...]:
@@ -222,6 +225,7 @@ class Diagnosis:
         rows = [
             {
                 "cause": one.cause,
+                "title": one.title,
                 "level": LEVELS[one.level],
                 "sentence": one.sentence,
                 "evidence": dict(one.evidence),
@@ -231,14 +235,14 @@ class Diagnosis:
             }
             for one in self.findings
         ]
-        return pd.DataFrame(rows, columns=["cause", "level", "sentence", "evidence", *columns, "do", "page"])
+        return pd.DataFrame(rows, columns=["cause", "title", "level", "sentence", "evidence", *columns, "do", "page"])
 
     def __str__(self) -> str:
         lines = [self.headline]
         for number, one in enumerate(self.findings, start=1):
             lines += [
                 "",
-                f"{number}. {one.cause} ({LEVELS[one.level]}): {one.sentence}",
+                f"{number}. {one.title} ({LEVELS[one.level]}): {one.sentence}",
                 f"   measured: {one.measured}",
             ]
             lines += [f"   what helps: {one.helps}"] if one.helps else []
@@ -259,7 +263,7 @@ def card(one: Finding) -> str:
     level = f"<small style='{_QUIET}'>({LEVELS[one.level]})</small>"
     return (
         f"<div style='{_CARD.format(colour=COLOURS[one.level])}'>"
-        f"<b>{escape(one.cause)}</b> {level}<br>{escape(one.sentence)}<br>"
+        f"<b>{escape(one.title)}</b> {level}<br>{escape(one.sentence)}<br>"
         f"<small style='{_QUIET}'>measured: {escape(one.measured)}; more: <code>{escape(one.page)}</code></small></div>"
     )
 

@@ -31,6 +31,7 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
     smaller = halved(fitting[-1]) if fitting else None  # what fitted for a step may leave no room
     return Finding(
         "does not fit",
+        "A step ran out of memory",
         STOPS,
         3,
         f"Step {rescue.step} ran out of memory on rank {failure.rank}{undone}{back}.",
@@ -53,6 +54,7 @@ def step_fails(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "a step fails",
+        "A step failed",
         STOPS,
         5,
         f"Step {rescue.step}: {rescue.headline}",
@@ -69,6 +71,7 @@ def paused(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "training paused",
+        "Training stopped by itself",
         STOPS,
         6,
         f"After step {evidence.steps:,}: {said}",
@@ -84,6 +87,7 @@ def ranks_differ(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "ranks differ",
+        "The ranks no longer hold the same weights",
         STOPS,
         4,
         rescue.headline,
@@ -109,6 +113,7 @@ def barely_fits(evidence: Evidence) -> Finding | None:
     )
     return Finding(
         "barely fits",
+        "There is almost no memory left",
         STOPS,
         1,
         f"A step needs {reserved} of {limit} on the rank with least room{most}: {then}",

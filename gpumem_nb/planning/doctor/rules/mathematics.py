@@ -30,6 +30,7 @@ def scale_collapses(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "fp16 scale collapses",
+        "Gradients are too large for fp16",
         STOPS,
         2,
         f"Gradients overflow in fp16: {skipped} of the latest {len(row)} updates were skipped, and the loss scale is "
@@ -47,6 +48,7 @@ def other_objects(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "other objects than attached",
+        "Your variables hold other objects than those being trained",
         WRONG,
         2,
         f"{next(iter(said.values())).partition(';')[0]}: training still uses the old.",
@@ -70,6 +72,7 @@ def rate_unscaled(evidence: Evidence) -> Finding | None:
     changes: Changes = {"lr_scaling": scaling, "reference_batch": before}
     return Finding(
         "learning rate unscaled",
+        "The learning rate belongs to another batch size",
         WRONG,
         1,
         f"The global batch went from {before:,} to {batch:,} samples, and learning_rate is still "

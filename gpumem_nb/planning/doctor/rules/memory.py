@@ -6,7 +6,7 @@ import re
 import statistics
 
 from ....report.freed import held_by_cells as in_words_of_cells
-from ....report.freed import leak_in_words
+from ....report.freed import leak_headline, leak_what
 from ....shared import categories as c
 from ....shared.forecast import ERRORS, RECORDED
 from ....shared.units import format_bytes
@@ -33,10 +33,12 @@ def leak(evidence: Evidence) -> Finding | None:
     more = f" {len(evidence.leaks) - 1} more: the panel names them." if len(evidence.leaks) > 1 else ""
     return Finding(
         "leak",
+        "Memory grows with every step",
         WRONG,
         2,
-        leak_in_words(fastest) + more,
+        f"{leak_headline(fastest)}. {leak_what(fastest[0])}{more}",
         {"per step_bytes": worst.bytes_per_step, "so far_bytes": worst.bytes_so_far, "steps until it is full": room},
+        do=fastest[0].fix,
     )
 
 
@@ -53,6 +55,7 @@ def held_by_cells(evidence: Evidence) -> Finding | None:
     stops = _runs_out(evidence) and size >= _MOST_OF_LIMIT * (limit or 0)
     return Finding(
         "memory held by cells",
+        "Variables of your cells hold memory",
         STOPS if stops else MEMORY,
         _BEFORE_DOES_NOT_FIT if stops else size,
         f"On rank {worst}, {in_words_of_cells(live)}",
@@ -91,27 +94,33 @@ def _runs_out(evidence: Evidence) -> bool:
 
 def activations(evidence: Evidence) -> Finding | None:
     """What forward keeps for backward fills a scarce limit."""
-    return _dominates(evidence, c.ACTIVATIONS, "activations dominate")
+    return _dominates(evidence, c.ACTIVATIONS, "activations dominate", "Activations fill most of the memory")
 
 
 def optimizer_state(evidence: Evidence) -> Finding | None:
     """What the optimizer remembers fills a scarce limit."""
-    return _dominates(evidence, c.OPTIMIZER_STATE, "optimizer state dominates")
+    return _dominates(
+        evidence, c.OPTIMIZER_STATE, "optimizer state dominates", "The optimizer's state fills most of the memory"
+    )
 
 
 def communication(evidence: Evidence) -> Finding | None:
     """Horovod's buffer and copies of gradients fill a scarce limit."""
-    return _dominates(evidence, c.COMMUNICATION, "communication buffers dominate")
+    return _dominates(
+        evidence, c.COMMUNICATION, "communication buffers dominate", "Communication buffers fill most of the memory"
+    )
 
 
 def inside_operators(evidence: Evidence) -> Finding | None:
     """What operators take and give back fills a scarce limit."""
-    return _dominates(evidence, c.INSIDE_OPERATORS, "memory inside operators")
+    return _dominates(
+        evidence, c.INSIDE_OPERATORS, "memory inside operators", "Operators need most of the memory for themselves"
+    )
 
 
 def temporaries(evidence: Evidence) -> Finding | None:
     """Tensors that live for a moment fill a scarce limit."""
-    return _dominates(evidence, c.TEMPORARIES, "temporaries dominate")
+    return _dominates(evidence, c.TEMPORARIES, "temporaries dominate", "Short-lived tensors fill most of the memory")
 
 
 _BESIDES = {
@@ -120,7 +129,7 @@ _BESIDES = {
 }
 
 
-def _dominates(evidence: Evidence, category: str, cause: str) -> Finding | None:
+def _dominates(evidence: Evidence, category: str, cause: str, title: str) -> Finding | None:
     needs, share, peak = evidence.needs, evidence.share, evidence.peak
     if needs is None or share is None or peak is None or share < SCARCE or needs.verdict != FITS:
         return None
@@ -134,6 +143,7 @@ def _dominates(evidence: Evidence, category: str, cause: str) -> Finding | None:
     where = f"{peak.phase} of {peak.module}" if peak.module else peak.phase
     return Finding(
         cause,
+        title,
         MEMORY,
         size,
         f"Memory is scarce ({100 * share:.0f} % of {format_bytes(needs.limit_bytes)} is needed), and of the live peak, "
@@ -166,6 +176,7 @@ def logits(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "logits dominate",
+        "The logits fill most of the memory",
         MEMORY,
         _AT_ONCE * size,
         f"A micro-batch has {rows}×{length}×{words:,} logits, {format_bytes(size)} in fp32, and the loss holds about "
@@ -186,6 +197,7 @@ def fragmentation(evidence: Evidence) -> Finding | None:
     fits = needs.verdict in (FITS, NO_LIMIT)
     return Finding(
         "fragmentation",
+        "Free memory lies in pieces that are too small",
         MEMORY if fits else STOPS,
         needs.reserved_peak_bytes - needs.live_peak_bytes if fits else 1,
         f"A step reserves {format_bytes(needs.reserved_peak_bytes)} for a live peak of "
@@ -215,6 +227,7 @@ def cached(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "free memory in the cache",
+        "The cache holds memory that training does not need",
         MEMORY,
         held - needed,
         f"Rank {worst.info.rank} reserves {format_bytes(held)}, and its steps need {format_bytes(needed)}: the caching "
@@ -243,6 +256,7 @@ def uneven(evidence: Evidence) -> Finding | None:
     samples = "Are its samples longer? A sampler that puts like ones together helps."
     return Finding(
         "uneven memory",
+        "One rank needs much more memory than the others",
         MEMORY,
         more,
         f"Rank {worst.info.rank} needs {format_bytes(worst.live_peak_bytes)}, the others "
@@ -277,6 +291,7 @@ def other_processes(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "other processes on the device",
+        "Other programs hold memory on the GPU",
         MEMORY,
         held[worst],
         f"Other processes hold {format_bytes(held[worst])} on the device of rank {worst}, which its steps lack; they "

@@ -25,6 +25,7 @@ def state_of_frozen(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "state of frozen weights",
+        "The optimizer keeps state for weights that are frozen",
         MEMORY,
         held.bytes,
         f"The optimizer keeps {format_bytes(held.bytes)} for {_weights(held)} that are frozen, {held.largest} for one.",
@@ -43,6 +44,7 @@ def wide_weights(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "weights in float64",
+        "Weights are stored in float64",
         MEMORY,
         held.bytes // 2,
         f"{_weights(held).capitalize()} are in float64, {held.largest} for one: twice the memory of float32, for them, "
@@ -67,6 +69,7 @@ def inputs(evidence: Evidence) -> Finding | None:
     shape = "×".join(map(str, widest.shape))
     return Finding(
         "inputs in needless types",
+        "Inputs use larger number types than they need",
         MEMORY,
         spare,
         f"A micro-batch holds {shape} numbers as {widest.dtype}, and {widest.enough} would do: "
@@ -95,6 +98,7 @@ def eager_attention(evidence: Evidence) -> Finding | None:
     scores = f": at least {format_bytes(size)} in a step" if size is not None else ""
     return Finding(
         "eager attention",
+        "Attention stores a score for every pair of tokens",
         MEMORY,
         size or 0,
         f"Attention is computed eagerly, so each layer keeps a score for every pair of tokens{scores}. SDPA keeps "

@@ -26,6 +26,23 @@ CAUSES = {
     "too many ranks": "too many ranks",
     "too many workers": "too many workers",
 }
+TITLES = {
+    "data": "Training waits for data",
+    "reduction": "Training waits for the gradients of other ranks",
+    "slow rank": "One rank is slower than the others",
+    "uneven steps": "Ranks take turns in being slow",
+    "update": "The optimizer's update takes long",
+    "tiny operators": "Each operator has too little to do",
+    "no core": "Other programs are using your cores",
+    "too many ranks": "Ranks and their threads outnumber the cores",
+    "too many workers": "Data workers and ranks outnumber the cores",
+}
+_LOOK = "%hvd_time shows the parts of a step on every rank."
+_DO = {
+    "slow rank": f"{_LOOK} %hvd_status names the rank's host and device: look there for other programs.",
+    "uneven steps": f"{_LOOK} A sampler that puts samples of like size into one micro-batch evens them out.",
+    "no core": "End the programs that you do not need, then train on: %hvd_train 20.",
+}
 _MORE = 4  # times as many samples in a micro-batch are asked about
 # With 32 samples a micro-batch, four times as many brought digits-resnet a third more samples/s (docs/doctor.md): what
 # brings half as much again at least was small.
@@ -42,10 +59,12 @@ def _of_verdict(name: str, evidence: Evidence) -> Finding | None:
     measured = {"share of a step": verdict.share, "samples_per_s": evidence.now.samples_per_s if evidence.now else None}
     return Finding(
         CAUSES[name],
+        TITLES[name],
         TIME,
         verdict.share,
         verdict.sentence,
         measured,
+        do=_DO.get(name, "" if verdict.changes else _LOOK),
         candidates=(verdict.changes,) if verdict.changes else (),
         wants=ANYWAY if name == "data" else FASTER,  # steps on trial do not wait for workers
     )
@@ -101,6 +120,7 @@ def needless_checkpointing(evidence: Evidence) -> Finding | None:
     of_limit = f" of {format_bytes(kept.limit_bytes)}" if kept.limit_bytes else ""
     return Finding(
         "checkpointing is not needed",
+        "Checkpointing can be switched off",
         TIME,
         1 - now_per_s / kept.samples_per_s,
         f"Steps recompute activations that would fit: with all of them kept a step is predicted to need "
@@ -129,6 +149,7 @@ def many_groups(evidence: Evidence) -> Finding | None:
     groups, weights = rank.facts.groups, rank.facts.weights
     return Finding(
         "a group for each weight",
+        "The optimizer has a group for each weight",
         TIME,
         share,
         f"The optimizer has {groups} groups for {weights} weights and updates them group by group, so that nothing is "
@@ -159,6 +180,7 @@ def small_batch(evidence: Evidence) -> Finding | None:
         but.append(f"Of more than about {scale:,.0f} samples a step (the gradients' noise scale) each brings less.")
     return Finding(
         "a small batch",
+        "Larger micro-batches would be faster",
         TIME,
         1 - now_per_s / more.samples_per_s,
         f"Micro-batches of {size} samples leave throughput on the table: with {wanted} it is "
