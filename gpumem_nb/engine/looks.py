@@ -30,6 +30,7 @@ from .copies import checksum
 from .data.stream import ShardedStream
 from .link.communicator import here
 from .random_state import begin_at, seeded, set_aside
+from .seen_shapes import SeenShapes
 from .step.parts import evaluating
 from .step.step import Looks
 from .step.trials import NO_CONFIGURATION
@@ -47,54 +48,53 @@ _WHOLE = (torch.uint8, torch.int16, torch.int32)  # from the smallest: what imag
 
 def model_facts(trainer: Trainer, inputs: bool) -> ModelFacts:
     """Of what is loaded; with ``inputs`` all ranks take a step for it, which is undone."""
-    live, found = trainer.live, list[InputFacts]()
+    live, found, batches = trainer.live, list[InputFacts](), 0
 
     def look(batch: Any) -> None:
+        nonlocal batches
+        batches += 1
         if not found:
             content = list(batch.values()) if isinstance(batch, Mapping) else batch
             found.extend(map(_facts, tensors_in(content)))
 
+    shapes = SeenShapes()
     if inputs:
-        trainer.look_into_step(Looks(batch=look))
+        with shapes:
+            trainer.look_into_step(Looks(batch=look))
     names = {id(param): name for name, param in live.parts.named_parameters()}
     state = [pair for pair in live.optimizer.state.items() if isinstance(pair[0], Tensor) and not pair[0].requires_grad]
     frozen = [(names.get(id(param), ""), sum(one.nbytes for one in tensors_in(kept))) for param, kept in state]
     wide = [(name, param.nbytes) for name, param in live.parts.named_parameters() if param.dtype == torch.float64]
     groups = live.optimizer.param_groups
     weights = sum(len(group["params"]) for group in groups)
-    model = live.model
+    eager = _eager(live.model)
+    scores = [] if eager is None else shapes.scores[: len(shapes.scores) // max(1, batches)]  # of one micro-batch
     return ModelFacts(
         _held(frozen),
         _held(wide),
         tuple(found),
-        _eager(model),
-        _vocabulary(model),
+        bool(eager),
+        tuple(scores),
+        shapes.logits,
         len(groups),
         weights,
         attached_names.others(vars(sys.modules["__main__"])),
+        torch.get_num_threads(),
     )
 
 
-def _eager(model: nn.Module) -> tuple[int, int] | None:
-    """Layers and heads of Hugging Face's model, if it computes attention eagerly and could leave that to SDPA."""
+def _eager(model: nn.Module) -> bool | None:
+    """Return whether a model of Hugging Face computes attention eagerly and could leave that to SDPA.
+
+    ``None`` for one that cannot.
+    """
     for module in model.modules():
         config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", "") != "eager" or not getattr(module, "_supports_sdpa", False):
+        if getattr(config, "_attn_implementation", "") != "eager":
             continue
-        if not getattr(config, "output_attentions", False):  # SDPA gives none
-            return getattr(config, "num_hidden_layers", 1), getattr(config, "num_attention_heads", 1)
-    return None
-
-
-def _vocabulary(model: nn.Module) -> int:
-    """Return how many logits Hugging Face's model makes of a token."""
-    for module in model.modules():
-        head = None
-        with suppress(Exception):  # a model without a head may refuse to answer
-            head = module.get_output_embeddings()  # type: ignore[operator]
-        if isinstance(weight := getattr(head, "weight", None), Tensor):
-            return weight.shape[0]
-    return 0
+        able = getattr(module, "_supports_sdpa", False) and not getattr(config, "output_attentions", False)
+        return True if able else None  # SDPA gives no attentions
+    return False
 
 
 def splits_to_mean(trainer: Trainer) -> bool | None:

@@ -143,27 +143,26 @@ class ModelFacts:
         state_of_frozen: what the optimizer remembers of weights that are frozen, and will not be updated.
         wide_weights: weights in float64.
         inputs: of the first micro-batch of a step that was undone; empty where that was not asked, or failed.
-        eager: layers and heads of a transformer whose attention is eager though it could be SDPA; ``None`` of others.
-        vocabulary: how many logits a token has; 0 where the model makes none.
+        eager: whether it is a transformer of Hugging Face whose attention is eager though it could be SDPA.
+        scores: of each softmax of attention that the model computes by itself, the bytes of its result, in one
+            micro-batch of that step; empty where there is none, or SDPA could not take its place.
+        logits: the shape of what the loss of a micro-batch of that step takes a softmax of; empty without any.
         groups: of the optimizer.
         weights: how many tensors these have.
         replaced: a sentence on variables that hold other objects than those attached by them; empty if none does.
+        threads: that torch computes with by now; 0 where that was not asked.
     """
 
     state_of_frozen: TensorTotal = TensorTotal()
     wide_weights: TensorTotal = TensorTotal()
     inputs: tuple[InputFacts, ...] = ()
-    eager: tuple[int, int] | None = None
-    vocabulary: int = 0
+    eager: bool = False
+    scores: tuple[int, ...] = ()
+    logits: tuple[int, ...] = ()
     groups: int = 1
     weights: int = 0
     replaced: str = ""
-
-    @property
-    def tokens(self) -> tuple[int, int] | None:
-        """Rows and tokens of a row of the micro-batch; ``None`` where it was not looked at, or has none."""
-        found = (one.shape for one in self.inputs if "int" in one.dtype and len(one.shape) == 2)
-        return next(((rows, length) for rows, length in found), None)
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

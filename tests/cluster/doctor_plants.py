@@ -41,6 +41,37 @@ rows = torch.utils.data.TensorDataset(torch.randn(32, 1, 64, 64))
 """
 
 
+OWN_ATTENTION = """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.mT / 4).softmax(-1) @ v
+net = nn.Sequential(Attention(), nn.Linear(16, 1))
+rows = torch.utils.data.TensorDataset(torch.randn(32, 64, 16))
+"""
+LONG_TEXTS = """
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        return torch.ones(3000 if index == 30 else 300 + index)
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(1, 64), nn.Linear(64, 1)
+    def forward(self, x):
+        return self.down(self.up(x.unsqueeze(-1)).tanh())
+net = Reader()
+rows = torch.utils.data.DataLoader(
+    Texts(), batch_size=4, collate_fn=lambda rows: nn.utils.rnn.pad_sequence(rows, batch_first=True))
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
 @dataclass(frozen=True)
 class Plant:
     """One fault.
@@ -161,7 +192,7 @@ CROWDED = f"""
 from gpumem_nb.shared.messages import DeviceUse
 {DEVICE}.use = lambda: DeviceUse(used_bytes=30 * 2**30, total_bytes=40 * 2**30, other_bytes=20 * 2**30, own_bytes=2**30)
 """
-LET_GO = f"vars({DEVICE}).pop('use', None); held = hook = own = kept = None"
+LET_GO = f"vars({DEVICE}).pop('use', None); held = hook = own = kept = None; torch.set_num_threads(1)"
 """What plants have left on ranks."""
 
 
@@ -201,7 +232,7 @@ PLANTS: dict[str, Plant] = {
         "fragmentation",
         "def loss(model, batch):\n    for mib in range(11, 21, 2):\n"
         "        torch.empty(mib * 2**20, dtype=torch.uint8)\n    return model(batch[0]).square().mean()",
-        words="expandable_segments",
+        words="%hvd_memory --what-if",
     ),
     "a cell that held much for a while": Plant("free memory in the cache", IMAGES, train=held_for_a_while),
     "tensors on rank 1 alone": Plant(
@@ -299,6 +330,11 @@ PLANTS: dict[str, Plant] = {
         {"batch_size": 1},
         train=timed(),
         flip={"batch_size": 4},
+    ),
+    "attention of one's own": Plant("eager attention", OWN_ATTENTION, words="scaled_dot_product_attention"),
+    "one sample ten times as long": Plant("barely fits", LONG_TEXTS, {"batch_size": 4}, filled=0.6, words="Sample 30"),
+    "more threads than cores": Plant(
+        "threads of one's own", train=timed("torch.set_num_threads(16)"), words="torch.set_num_threads("
     ),
     "another process on the device": Plant("other processes on the device", train=crowded, words="19.0 GiB"),
     "a model that a cell makes again": Plant(

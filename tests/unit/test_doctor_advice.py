@@ -7,16 +7,19 @@ import sys
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import einsum, nn, softmax
+from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.optim import SGD
 
 from gpumem_nb.engine import looks
 from gpumem_nb.engine.cells import attached_names
+from gpumem_nb.engine.seen_shapes import SeenShapes
 from gpumem_nb.install.environment import EnvironmentReport, Item
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.planning.doctor.checklist import checklist
 from gpumem_nb.planning.doctor.evidence import OnRank
-from gpumem_nb.planning.doctor.finding import WRONG
+from gpumem_nb.planning.doctor.finding import MEMORY, WRONG
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, TIGHT
 from gpumem_nb.report.bottleneck import Bottleneck
@@ -24,11 +27,11 @@ from gpumem_nb.report.instead import Fit
 from gpumem_nb.report.sync import SyncReport
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import Chunk
-from gpumem_nb.shared.questions import InputFacts, ModelFacts, SeenSamples, SyncLook, TensorTotal
+from gpumem_nb.shared.questions import ModelFacts, SeenSamples, SyncLook, TensorTotal
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import FORWARD, UPDATE, StepTimes
-from tests.ledgers import MIB, info
-from tests.unit.test_doctor import LEAK, causes, evidence, prediction, ran_out, rank
+from tests.ledgers import MIB, info, reading
+from tests.unit.test_doctor import LEAK, LIMIT, causes, evidence, prediction, ran_out, rank
 from tests.unit.test_doctor_asks import Session
 from tests.unit.test_one_rank import alone as alone  # a fixture
 from tests.unit.test_questions import gpu as gpu  # a fixture
@@ -74,35 +77,81 @@ def test_the_doctor_asks_what_steps_need_without_checkpointing_and_offers_that(m
     assert "checkpointing is not needed" not in [one.cause for one in session.examine().findings]
 
 
-def transformer(rows: int = 4, length: int = 512, **of: Any) -> OnRank:
-    """A rank with a language model of 12 layers and 12 heads."""
-    tokens = InputFacts((rows, length), "int64", rows * length * 8, "int32", 0)
-    return rank(0, facts=ModelFacts(inputs=(tokens,), **of))
+def attending(*scores_mib: int, **of: Any) -> OnRank:
+    """A rank whose model keeps scores of so many MiB in each of its attentions."""
+    return rank(0, facts=ModelFacts(scores=tuple(one * MIB for one in scores_mib), **of))
 
 
 def test_eager_attention_is_named_where_its_scores_matter_and_sdpa_is_what_to_type() -> None:
-    [found] = findings(evidence(ranks=(transformer(eager=(12, 12)),)))
+    [found] = findings(evidence(ranks=(attending(*[48] * 12, eager=True),)))
     assert found.cause == "eager attention"
     assert "576.0 MiB" in found.sentence
     assert 'model.set_attn_implementation("sdpa")' in found.do
-    assert causes(ranks=(transformer(rows=1, length=32, eager=(12, 12)),)) == [], "few tokens have few pairs"
-    one_layer = findings(evidence(settings=CHECKPOINTED, ranks=(transformer(eager=(12, 12)),)))
+    [own] = findings(evidence(ranks=(attending(*[48] * 12),)))
+    assert "scaled_dot_product_attention(q, k, v, is_causal=True)" in own.do
+    assert causes(ranks=(attending(1, eager=True),)) == [], "few tokens have few pairs"
+    one_layer = findings(evidence(settings=CHECKPOINTED, ranks=(attending(*[48] * 12),)))
     assert "48.0 MiB" in one_layer[0].sentence
-    unseen = rank(0, facts=ModelFacts(eager=(12, 12)))
+    unseen = rank(0, facts=ModelFacts(eager=True))
     assert causes(ranks=(unseen,)) == []
     assert "eager attention" in causes(ranks=(unseen,), needs=prediction(live=870))
 
 
 def test_logits_are_named_where_they_fill_a_scarce_limit() -> None:
-    ranks = (transformer(vocabulary=50_000),)
+    ranks = (rank(0, facts=ModelFacts(logits=(2048, 50_000))),)
     named = findings(evidence(ranks=ranks, needs=prediction(live=870)))
     [found] = [one for one in named if one.cause == "logits dominate"]
-    assert "4×512×50,000 logits, 390.6 MiB" in found.sentence
+    assert "2,048×50,000 logits, 390.6 MiB" in found.sentence
     assert "fused linear cross-entropy" in found.do
     assert {"batch_size": 16, "accumulation_steps": 2} in found.candidates
     assert "logits dominate" not in causes(ranks=ranks), "there is room"
-    few = (transformer(vocabulary=1000),)
+    few = (rank(0, facts=ModelFacts(logits=(2048, 1000))),)
     assert "logits dominate" not in causes(ranks=few, needs=prediction(live=870))
+
+
+LONG = "Sample 333 of the data has 900 values, 12 × the median sample."
+
+
+def test_samples_that_are_much_larger_are_named_where_a_micro_batch_with_one_may_not_fit() -> None:
+    roomy = prediction(live=100, high_bytes=700 * MIB, sample=LONG)
+    assert causes(needs=roomy) == []
+    [found] = findings(evidence(needs=prediction(live=100, high_bytes=900 * MIB, sample=LONG)))
+    assert (found.cause, found.level) == ("long samples", MEMORY)
+    assert "A micro-batch with the largest may need 900.0 MiB, most others 100.0 MiB." in found.sentence
+    assert "batch_sampler" in found.do
+    tight = prediction(live=100, high_bytes=1200 * MIB, sample=LONG, verdict=TIGHT)
+    assert causes(needs=tight) == ["barely fits", "long samples"]
+    rescue = ran_out()
+    rescue.failure = dataclasses.replace(rescue.failure, sample=LONG)
+    assert causes(rescue=rescue, needs=prediction()) == ["does not fit", "long samples"]
+
+
+@pytest.mark.parametrize(("virtual", "said"), [(True, False), (False, True)])
+def test_segments_that_grow_are_advised_where_there_is_an_allocator_to_set(virtual: bool, said: bool) -> None:
+    one = OnRank(info(0, virtual=virtual), rank().samples, reading(limit=LIMIT), None, ModelFacts())
+    pieces = prediction(live=100, reserved=250)
+    [found] = findings(evidence(ranks=(one,), needs=pieces))
+    assert ("expandable_segments" in found.do) is said
+    assert "%hvd_restart" in found.do
+    [predicted] = findings(evidence(ranks=(one,), needs=pieces, expandable=prediction(live=110)))
+    assert ("predicted to reserve 110.0 MiB" in predicted.do) is said
+
+
+def computing(threads: int, number: int = 0) -> OnRank:
+    """A rank that was started with one thread, of two on a host with two cores."""
+    of_rank = info(number, cores=(0, 1))
+    return OnRank(of_rank, rank(number).samples, reading(100 * MIB, LIMIT), None, ModelFacts(threads=threads))
+
+
+def test_threads_that_a_cell_asked_for_are_named_in_place_of_other_programs() -> None:
+    busy = (Bottleneck("no core", 0.4, "Others."),)
+    assert causes(ranks=(computing(1), computing(1, 1)), verdicts=busy) == ["no core"]
+    [found] = findings(evidence(ranks=(computing(8), computing(1, 1)), verdicts=busy))
+    assert found.cause == "threads of one's own"
+    assert "Rank 0 computes with 8 threads, where it was started with 1" in found.sentence
+    assert "the 2 ranks of this host have 9 threads on 2 cores. 40 % of a step is waiting" in found.sentence
+    assert "torch.set_num_threads(1)" in found.do
+    assert causes(ranks=(computing(2),)) == [], "alone on two cores"
 
 
 def test_where_the_state_dominates_fewer_trained_weights_are_advised() -> None:
@@ -124,18 +173,41 @@ def test_an_optimizer_with_a_group_for_each_weight_is_named_where_its_update_tak
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_a_model_is_asked_what_its_attention_and_its_head_are(implementation: str) -> None:
+def test_a_model_is_asked_what_its_attention_is(implementation: str) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 100, "n_positions": 16}
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 100, "n_positions": 32}
     special = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(**sizes, **special, attn_implementation=implementation)
     model = nn.ModuleDict({"net": transformers.GPT2LMHeadModel(config)})
-    assert looks._eager(model) == ((2, 4) if implementation == "eager" else None)
-    assert looks._vocabulary(model) == 100
-    assert looks._vocabulary(nn.Linear(2, 2)) == 0
+    assert looks._eager(model) is (implementation == "eager")
+    tokens = torch.randint(0, 100, (3, 32))
+    with SeenShapes() as seen:
+        model["net"](input_ids=tokens, labels=tokens).loss.backward()
+    assert seen.scores == ([3 * 4 * 32 * 32 * 4] * 2 if implementation == "eager" else [])
+    assert seen.logits in ((3 * 32, 100), (3 * 31, 100))
     if implementation == "eager":
         config.output_attentions = True
         assert looks._eager(model) is None, "SDPA gives none"
+
+
+@pytest.mark.parametrize(
+    ("attend", "scores"),
+    [
+        (lambda q, k, v: (q @ k.mT / 8).softmax(-1) @ v, 1),
+        (lambda q, k, v: einsum("bhqk,bhkd->bhqd", softmax(einsum("bhqd,bhkd->bhqk", q, k), -1), v), 1),
+        (lambda q, k, v: dropout((q @ k.mT).masked_fill(torch.ones(32, 32).triu(1) > 0, -9.0).softmax(-1)) @ v, 1),
+        (lambda q, k, v: scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True), 0),
+        (lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(32, 32)), 0),
+        (lambda q, k, v: q.softmax(-1) @ (k.mT @ v), 0),
+        (lambda q, k, v: (q @ torch.ones(16, 32)).softmax(-1), 0),
+    ],
+    ids=["softmax", "einsum", "masked", "sdpa with dropout", "sdpa with a mask", "linear attention", "a gate"],
+)
+def test_scores_of_all_pairs_are_told_from_other_softmaxes(attend: Any, scores: int) -> None:
+    q, k, v = (torch.randn(2, 4, 32, 16, requires_grad=True) for _ in range(3))
+    with SeenShapes() as seen:
+        attend(q, k, v).sum().backward()
+    assert seen.scores == [2 * 4 * 32 * 32 * 4] * scores
 
 
 @pytest.mark.usefixtures("alone")
@@ -144,7 +216,8 @@ def test_a_rank_says_how_many_groups_its_optimizer_has(gpu: VirtualGPU) -> None:
     settings = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
     assert trained.run(Chunk(settings, 1, 1)).failure is None
     facts = looks.model_facts(trained, True)
-    assert (facts.groups, facts.weights, facts.eager, facts.vocabulary, facts.tokens) == (6, 6, None, 0, None)
+    assert (facts.groups, facts.weights, facts.eager, facts.scores, facts.logits) == (6, 6, False, (), ())
+    assert facts.threads == torch.get_num_threads()
     assert facts.replaced == ""
 
 

@@ -163,7 +163,7 @@ def test_where_a_small_step_of_the_longest_sample_does_not_fit_fewer_tell_what_i
     finally:
         device.set_limit(before.limit_bytes)
     assert found.high_bytes > 3.5 * logits, "it is no lower bound"
-    assert found.sample.endswith("Shorten such samples, or leave them out.")
+    assert found.sample.endswith("or cap the tokens of a micro-batch.")
 
 
 def said(mib: int, how: str = VARYING) -> Forecasts:

@@ -115,7 +115,7 @@ class Longest:
             return ""
         return (
             f"Sample {index!r} of the data has {found:,.0f} values, {found / median:.0f} × the median sample. "
-            "Shorten such samples, or leave them out."
+            "Truncate such samples, put samples of like length together, or cap the tokens of a micro-batch."
         )
 
 

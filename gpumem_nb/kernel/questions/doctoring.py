@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ...install import environment
 from ...planning.doctor.checklist import Checklist, checklist
@@ -11,6 +12,7 @@ from ...planning.doctor.evidence import Evidence, OnRank, still_grows
 from ...planning.doctor.finding import FASTER, FIT, LESS, ROOM, Diagnosis, Finding, Flip
 from ...planning.doctor.rules import findings
 from ...planning.doctor.rules.limits import barely_fits
+from ...planning.doctor.rules.memory import fragmentation
 from ...planning.doctor.rules.time import larger, small_batch, without_checkpointing
 from ...planning.fit import fits
 from ...planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
@@ -36,6 +38,7 @@ _WAITED_FOR = (
     "Other work waits for the ranks, such as a cell that trains: inputs were not examined, and trial steps are "
     "not timed meanwhile. Run it again when that is over."
 )
+_EXPANDABLE = "expandable_segments:True"
 _TRIED_FLIPS = 3  # of those that may fix a finding, as many are predicted
 
 
@@ -151,6 +154,10 @@ class Doctoring(AsksRanks):
         )
         if needs is not None and barely_fits(evidence):
             evidence = dataclasses.replace(evidence, instead=self._finding.find(needs, progress))
+        if fragmentation(evidence) and not all(rank.virtual for rank in self._ranks):
+            with suppress(InvalidInput, WorkloadError):
+                [(_, would)] = self._predicting.allocators([_EXPANDABLE]).others
+                evidence = dataclasses.replace(evidence, expandable=would)
         if changes := without_checkpointing(evidence):
             progress("all activations kept", 0.35)
             evidence = dataclasses.replace(evidence, all_kept=self._predict(changes, []))

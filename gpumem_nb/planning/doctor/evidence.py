@@ -116,6 +116,7 @@ class Evidence:
         larger: the same of larger micro-batches, where that was asked.
         largest_batch: the largest ``batch_size`` that fits, where that was asked.
         all_kept: what they are predicted to need and to bring without checkpointing, where that was asked.
+        expandable: what they would need with segments that grow, where that was asked.
         verdicts: what the time of a step is lost to.
         leaks: what ranks keep from step to step, by holder.
         rescue: the latest step that was discarded, and is not fixed yet.
@@ -136,6 +137,7 @@ class Evidence:
     larger: Prediction | None = None
     largest_batch: int | None = None
     all_kept: Prediction | None = None
+    expandable: Prediction | None = None
     verdicts: tuple[Bottleneck, ...] = ()
     leaks: tuple[tuple[Leak, ...], ...] = ()
     rescue: Rescue | None = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 
 from ....report.freed import held_by_cells as in_words_of_cells
 from ....report.freed import leak_headline, leak_what
+from ....report.instead import BESIDES
 from ....shared import categories as c
 from ....shared.forecast import ERRORS, RECORDED
 from ....shared.units import format_bytes
@@ -123,12 +125,6 @@ def temporaries(evidence: Evidence) -> Finding | None:
     return _dominates(evidence, c.TEMPORARIES, "temporaries dominate", "Short-lived tensors fill most of the memory")
 
 
-_BESIDES = {
-    c.OPTIMIZER_STATE: "Fewer trained weights need less of it: freeze those that may stay "
-    "(param.requires_grad_(False)) or train LoRA adapters, and build the optimizer on what is left."
-}
-
-
 def _dominates(evidence: Evidence, category: str, cause: str, title: str) -> Finding | None:
     needs, share, peak = evidence.needs, evidence.share, evidence.peak
     if needs is None or share is None or peak is None or share < SCARCE or needs.verdict != FITS:
@@ -154,7 +150,7 @@ def _dominates(evidence: Evidence, category: str, cause: str, title: str) -> Fin
             "reserved_peak_bytes": needs.reserved_peak_bytes,
             "limit_bytes": needs.limit_bytes,
         },
-        do=_BESIDES.get(category, "" if candidates else "No knob makes it smaller here: a smaller model does."),
+        do=BESIDES.get(category, "" if candidates else "No knob makes it smaller here: a smaller model does."),
         candidates=candidates,
         wants=LESS,
     )
@@ -164,13 +160,12 @@ _AT_ONCE = 3  # the logits, the logarithms of their softmax, and the gradient
 
 
 def logits(evidence: Evidence) -> Finding | None:
-    """The loss over a large vocabulary fills a scarce limit."""
-    facts = next((one.facts for one in evidence.ranks if one.facts and one.facts.vocabulary), None)
+    """The loss over many classes fills a scarce limit."""
+    facts = next((one.facts for one in evidence.ranks if one.facts and len(one.facts.logits) > 1), None)
     peak, needs = evidence.peak, evidence.needs
-    if facts is None or facts.tokens is None or peak is None or needs is None:
+    if facts is None or peak is None or needs is None:
         return None
-    (rows, length), words = facts.tokens, facts.vocabulary
-    size = rows * length * words * 4  # the loss is computed in fp32
+    size = math.prod(facts.logits) * 4  # the loss is computed in fp32
     scarce = (evidence.share or 0) >= SCARCE or _runs_out(evidence)
     if not scarce or _AT_ONCE * size < _MOST * peak.bytes:
         return None
@@ -179,14 +174,50 @@ def logits(evidence: Evidence) -> Finding | None:
         "The logits fill most of the memory",
         MEMORY,
         _AT_ONCE * size,
-        f"A micro-batch has {rows}×{length}×{words:,} logits, {format_bytes(size)} in fp32, and the loss holds about "
-        f"{_AT_ONCE} times that: the logits, the logarithms of their softmax, and their gradient.",
+        f"The loss of a micro-batch takes {'×'.join(f'{one:,}' for one in facts.logits)} logits, {format_bytes(size)} "
+        f"in fp32, and holds about {_AT_ONCE} times that: the logits, the logarithms of their softmax, and their "
+        "gradient.",
         {"logits_bytes": size, **evidence.live_peak(peak.bytes), "limit_bytes": needs.limit_bytes},
-        do="Or compute the loss on some tokens at a time, or by a fused linear cross-entropy, which never holds all "
-        "logits.",
+        do="Or compute the last layer and the loss on some rows at a time, or by a fused linear cross-entropy, which "
+        "never holds all logits.",
         candidates=evidence.lighter(c.ACTIVATIONS, peak.phase),
         wants=LESS,
     )
+
+
+def long_samples(evidence: Evidence) -> Finding | None:
+    """A few samples are so large that a micro-batch with one of them may not fit, or did not."""
+    needs, rescue = evidence.needs, evidence.rescue
+    of_step = rescue.failure.sample if rescue and rescue.failure.kind == "oom" else ""
+    sample = of_step or (needs.sample if needs else "")
+    if not sample:
+        return None
+    share = needs.high_bytes / needs.limit_bytes if needs and needs.limit_bytes else None
+    if not of_step and (share is None or share < SCARCE):
+        return None
+    said, may, numbers = sample, "", dict[str, float | str | None]()
+    if needs is not None:
+        reserved, most = (needs.in_words(size) for size in (needs.reserved_peak_bytes, needs.high_bytes))
+        may = f" A micro-batch with the largest may need {most}, most others {reserved}."
+        numbers = {
+            "most_bytes": needs.high_bytes,
+            "usual_bytes": needs.reserved_peak_bytes,
+            "limit_bytes": needs.limit_bytes,
+        }
+    fits = not of_step and needs is not None and needs.verdict in (FITS, NO_LIMIT)
+    return Finding(
+        "long samples",
+        "A few samples are much larger than the others",
+        MEMORY if fits else STOPS,
+        needs.high_bytes - needs.reserved_peak_bytes if fits and needs else _AFTER_BARELY_FITS,
+        f"{said}{may}",
+        {"step that failed": rescue.step, **numbers} if of_step and rescue else numbers,
+        do="Truncate in the dataset or its collate_fn: sample[:N]. Or attach a DataLoader whose batch_sampler sorts by "
+        "length, or fills micro-batches up to a number of tokens. Then attach again.",
+    )
+
+
+_AFTER_BARELY_FITS = 0.5
 
 
 def fragmentation(evidence: Evidence) -> Finding | None:
@@ -209,9 +240,17 @@ def fragmentation(evidence: Evidence) -> Finding | None:
             "limit_bytes": needs.limit_bytes,
         },
         do="%hvd_restart begins with whole segments. If it comes again, %hvd_memory --what-if says what the caching "
-        "allocator would reserve under other settings; to have that, before the ranks start: %env "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        f"allocator would reserve under other settings.{_expandable(evidence)}",
     )
+
+
+def _expandable(evidence: Evidence) -> str:
+    """Return what segments that grow would bring; nothing of virtual GPUs, which have no allocator to set."""
+    if all(rank.info.virtual for rank in evidence.ranks):
+        return ""
+    said = " To have segments that grow, type %env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, then %hvd_restart"
+    would = evidence.expandable
+    return f"{said}: predicted to reserve {format_bytes(would.reserved_peak_bytes)}." if would else f"{said}."
 
 
 def cached(evidence: Evidence) -> Finding | None:

@@ -86,27 +86,36 @@ def inputs(evidence: Evidence) -> Finding | None:
 
 def eager_attention(evidence: Evidence) -> Finding | None:
     """Attention that keeps the scores of all pairs of tokens, which SDPA computes piece by piece."""
-    rank = next((one for one in evidence.ranks if one.facts and one.facts.eager), None)
-    if rank is None or rank.facts is None or rank.facts.eager is None:
+    facts = next((one.facts for one in evidence.ranks if one.facts and (one.facts.eager or one.facts.scores)), None)
+    if facts is None:
         return None
-    (layers, heads), tokens, peak = rank.facts.eager, rank.facts.tokens, _peak(evidence, rank)
-    at_once = layers if evidence.settings.checkpointing == "none" else 1
-    number = 4 if evidence.settings.precision == "fp32" else 2  # bytes
-    size = at_once * heads * tokens[0] * tokens[1] ** 2 * number if tokens else None
+    peak = next((_peak(evidence, one) for one in evidence.ranks if one.facts is facts), None)
+    at_once = facts.scores if evidence.settings.checkpointing == "none" else (max(facts.scores, default=0),)
+    size = sum(at_once) or None
     if not _matters(size, peak) if size is not None else (evidence.share or 0) < SCARCE:
         return None
-    scores = f": at least {format_bytes(size)} in a step" if size is not None else ""
+    scores = f": at least {format_bytes(size)} at once" if size is not None else ""
+    how = "is computed eagerly" if facts.eager else "is a product, a softmax and another product"
     return Finding(
         "eager attention",
         "Attention stores a score for every pair of tokens",
         MEMORY,
         size or 0,
-        f"Attention is computed eagerly, so each layer keeps a score for every pair of tokens{scores}. SDPA keeps "
-        "none.",
-        {"scores_bytes": size, "layers": layers, "heads": heads, **evidence.live_peak(peak)},
-        do='In a %%hvd cell on all ranks: model.set_attn_implementation("sdpa"), or build the model with '
-        'attn_implementation="sdpa". It computes the same, to rounding.',
+        f"Attention {how}, so each layer keeps a score for every pair of tokens{scores}. SDPA keeps none.",
+        {"scores_bytes": size, "softmaxes in a micro-batch": len(facts.scores) or None, **evidence.live_peak(peak)},
+        do=_SET_SDPA if facts.eager else _CALL_SDPA,
     )
+
+
+_SET_SDPA = (
+    'In a %%hvd cell on all ranks: model.set_attn_implementation("sdpa"), or build the model with '
+    'attn_implementation="sdpa". It computes the same, to rounding.'
+)
+_CALL_SDPA = (
+    "Call torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) in their place, with attn_mask= "
+    "for other masks, and attach again; of nn.MultiheadAttention, pass need_weights=False. It computes the same, to "
+    "rounding."
+)
 
 
 def _peak(evidence: Evidence, rank: OnRank) -> int | None:

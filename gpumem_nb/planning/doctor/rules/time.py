@@ -56,6 +56,8 @@ def _of_verdict(name: str, evidence: Evidence) -> Finding | None:
     verdict = next((one for one in evidence.verdicts if one.cause == name), None)
     if verdict is None or (name == "tiny operators" and small_batch(evidence)):
         return None
+    if name in ("no core", "too many ranks") and own_threads(evidence):
+        return None  # it says whose threads they are
     measured = {"share of a step": verdict.share, "samples_per_s": evidence.now.samples_per_s if evidence.now else None}
     return Finding(
         CAUSES[name],
@@ -134,6 +136,34 @@ def needless_checkpointing(evidence: Evidence) -> Finding | None:
         },
         candidates=({"checkpointing": "none"},),
         wants=FASTER,
+    )
+
+
+def own_threads(evidence: Evidence) -> Finding | None:
+    """A cell has let torch compute with more threads than there are cores for the ranks of a host."""
+    known = [one for one in evidence.ranks if one.info.virtual and one.facts and one.facts.threads > one.info.threads]
+    rank = max(known, key=lambda one: one.facts.threads if one.facts else 0, default=None)
+    if rank is None or rank.facts is None:
+        return None
+    here = [one for one in evidence.ranks if one.info.host == rank.info.host]
+    cores = len({core for one in here for core in one.info.cores})
+    threads = sum(one.facts.threads if one.facts else one.info.threads for one in here)
+    if not 0 < cores < threads:
+        return None
+    waits = [one for one in evidence.verdicts if one.cause in ("no core", "too many ranks")]
+    share, of = max((one.share for one in waits), default=0.0), "threads" if rank.facts.threads > 1 else "thread"
+    lost = f" {100 * share:.0f} % of a step is waiting for a core." if share else ""
+    fair = max(1, cores // len(here))
+    return Finding(
+        "threads of one's own",
+        "A cell asked for more threads than there are cores",
+        TIME,
+        share,
+        f"Rank {rank.info.rank} computes with {rank.facts.threads} {of}, where it was started with "
+        f"{rank.info.threads}: the {len(here)} ranks of this host have {threads} threads on {cores} "
+        f"core{'s' * (cores > 1)}.{lost}",
+        {"threads": threads, "cores": cores, "share of a step": share or None},
+        do=f"In a %%hvd cell on all ranks: torch.set_num_threads({fair}), and leave out the line that sets more.",
     )
 
 
