@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from ..cluster.interrupts import shielded
 from ..planning.score import score
+from ..report.answered import Answered
 from ..report.configurations import Tried
 from ..report.runs.row import Foretold, Row
 from ..shared.messages import RankInfo
 from .history import History
 
 BEFORE_RESTART = "before a restart"
+_ANSWERS_KEPT = 100
 _LATE = 4  # configurations whose outcome may still change
 
 
@@ -32,6 +36,7 @@ class Record:
         self._settled: dict[str, Row] = {}  # of the history that is written
         self._numbers: dict[str, int] = {}
         self._notes: dict[str, str] = {}
+        self._answers: deque[Answered] = deque(maxlen=_ANSWERS_KEPT)
         self._changes = 0  # of what is not in the history
 
     @property
@@ -64,6 +69,21 @@ class Record:
         with shielded(), self._lock:
             self._notes[key] = text
             self._changes += 1
+
+    def answered(self, who: str, said: str) -> None:
+        """Keep an answer of the doctor or the tuner about what is loaded."""
+        history = self._history
+        latest = history.now() if history else None
+        with shielded(), self._lock:
+            step, workload = history.steps if history else 0, latest.workload if latest else ""
+            self._answers.append(Answered(who, said, step, time.time(), workload))
+            self._changes += 1
+
+    @property
+    def answers(self) -> tuple[Answered, ...]:
+        """Return these answers, the earliest first."""
+        with shielded(), self._lock:
+            return tuple(self._answers)
 
     def bring(self, rows: Sequence[Row], came_from: str) -> int:
         """Take in rows of a session before; says how many were not there yet.

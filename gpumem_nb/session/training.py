@@ -120,7 +120,7 @@ class TrainsWorkload:
     def runs(self) -> Runs:
         """Every configuration tried, side by side: now, before a restart, and what :meth:`resume` brought back."""
         record = self._life.record
-        return Runs(record.rows(), record.note, _draw)
+        return Runs(record.rows(), record.note, _draw, answers=record.answers)
 
     @property
     def runs_version(self) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ import datetime
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from plotly.io import to_html
 
 from ..kernel.history import History
 from ..planning.score import Scoreboard
+from ..report.answered import answers_table
 from ..report.tables import Table, page
 from ..shared.messages import RankInfo
 from ..shared.units import format_bytes
@@ -39,6 +41,8 @@ def report_page(session: Session, findings: str, scoreboard: Scoreboard, version
     """
     name = session.workload.name if session.workload else "no workload"
     words = ["<h2>Runs</h2>" + _runs(session), f"<h2>Findings</h2>{findings}"]
+    if answers := session.runs.answers:
+        words.append(f"<h2>Answers of doctor and tuner</h2>{answers_table(answers).html()}")
     if scoreboard.scored:
         words.append(f"<h2>Predicted and measured</h2>{scoreboard._repr_html_()}")
     words.append("<h2>Ranks and versions</h2>" + _ranks(session.ranks) + _versions(versions))
@@ -102,7 +106,8 @@ def _charts(session: Session) -> tuple[str, str]:
 def _runs(session: Session) -> str:
     runs = session.runs
     svg = picture(runs.rows, common_limit(session.history.readings), session.ranks[0].device_name) if len(runs) else ""
-    return f"<div class='gpumem-runs'>{svg}{runs._repr_html_()}</div>"
+    alone = replace(runs, answers=())  # which have a section of their own
+    return f"<div class='gpumem-runs'>{svg}{alone._repr_html_()}</div>"
 
 
 def _ranks(ranks: tuple[RankInfo, ...]) -> str:

@@ -12,6 +12,7 @@ import pytest
 from gpumem_nb.kernel.cluster import Cluster
 from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.questions.doctoring import Doctoring
+from gpumem_nb.kernel.record import Record
 from gpumem_nb.planning.doctor.finding import STOPS, Diagnosis, Finding
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
@@ -89,6 +90,8 @@ class Session:
             verdicts=lambda: self.verdicts,
             stopped_for=lambda: self.failure,
         )
+        self.record = Record()
+        self.record.follow(self.history, info(0))
         cluster = SimpleNamespace(
             ranks=SimpleNamespace(infos=[info(0), info(1)]),
             history=self.history,
@@ -98,7 +101,7 @@ class Session:
             inspection=answers,
             policy=None,
             origin=None,
-            record=None,
+            record=self.record,
             snapshots=None,
         )
         return Doctoring(cast(Cluster, cluster))
@@ -107,6 +110,15 @@ class Session:
 def test_a_healthy_session_has_nothing_and_nothing_to_note() -> None:
     found = Session().examine()
     assert (found.findings, found.notes, found.came) == ((), (), "")
+
+
+def test_what_was_found_is_kept_with_its_step() -> None:
+    session = Session(settings=Settings(num_workers=2))
+    session.verdicts = [Bottleneck("data", 0.4, "Waits.", {"num_workers": 4})]
+    session.examine()
+    [kept] = session.record.answers
+    said = "Training waits for data (%hvd_set num_workers=4)."
+    assert (kept.who, kept.step, kept.workload, kept.said) == ("doctor", 30, "mine", said)
 
 
 def test_time_is_judged_of_steps_since_a_cell_may_have_changed_what_is_trained() -> None:

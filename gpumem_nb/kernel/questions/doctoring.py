@@ -17,6 +17,7 @@ from ...planning.doctor.rules.time import larger, small_batch, without_checkpoin
 from ...planning.fit import fits
 from ...planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ...planning.score import foretold
+from ...report.answered import DOCTOR
 from ...report.bottleneck import FEWEST_STEPS, Changes
 from ...report.differences import typed
 from ...report.speed import WARM_UP_STEPS
@@ -77,7 +78,9 @@ class Doctoring(AsksRanks):
         if self._training.settings != evidence.settings:
             raise NotThisTime("Settings were changed while the session was examined. Run it again.")
         found.sort(key=lambda finding: finding.order)
-        return Diagnosis(tuple(found), tuple(dict.fromkeys(notes)), _came(evidence))
+        diagnosis = Diagnosis(tuple(found), tuple(dict.fromkeys(notes)), _came(evidence))
+        self._record.answered(DOCTOR, diagnosis.summary)
+        return diagnosis
 
     def checklist(self, progress: Progress) -> Checklist:
         """Return the checklist of training on several devices, as far as it can be gone through by itself."""

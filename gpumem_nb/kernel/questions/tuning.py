@@ -16,6 +16,7 @@ from ...planning.tuning.record import Candidate, Record, TrialTimes, speed_of
 from ...planning.tuning.result import TuneResult
 from ...planning.tuning.search import search
 from ...planning.tuning.space import Space, space
+from ...report.answered import TUNER
 from ...report.differences import typed
 from ...report.instead import Fit, Instead
 from ...shared.answers import Progress
@@ -118,7 +119,9 @@ class Tuning(AsksRanks):
             if budget_bytes is not None:  # which holds for this answer alone
                 foretold = within(foretold, least_limit(self._history.readings))
             self._history.predicted(Asked(foretold, trials.model_version, present, self._history.begun))
-        return replace(result, instead=self._instead(result, budget_bytes, progress))
+        result = replace(result, instead=self._instead(result, budget_bytes, progress))
+        self._record.answered(TUNER, result.why)
+        return result
 
     def _instead(self, result: TuneResult, budget_bytes: int | None, progress: Progress) -> Instead | None:
         """Return what to train with in place of the present settings; ``None`` where these fit, or an interrupt came.

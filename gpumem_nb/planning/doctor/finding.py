@@ -217,6 +217,12 @@ class Diagnosis:
             else NOTHING
         )
 
+    @property
+    def summary(self) -> str:
+        """Return what was found, and the flips that would fix it, in a sentence each."""
+        said = [f"{one.title}{f' (%hvd_set {one.flip.typed})' if one.flip else ''}." for one in self.findings]
+        return " ".join(said or [self.headline if not self.notes else f"{NOTHING_SEEN} {' '.join(self.notes)}"])
+
     def frame(self) -> Any:
         """Return a pandas DataFrame, one row per finding, the worst first; bytes and samples/s are predicted."""
         import pandas as pd  # takes long to import

@@ -13,6 +13,7 @@ from typing import Any
 from ...shared.categories import CATEGORIES
 from ...shared.errors import InvalidInput, nearest
 from ...shared.step_times import PARTS
+from ..answered import Answered, answers_below
 from ..speed import not_comparable
 from ..tables import Report, Table, notes_html
 from ..written import Written
@@ -52,6 +53,7 @@ class Runs(Report):
         draw: shows the charts of two rows in a notebook.
         is_unfolded: whether a table shows rows of one step, too.
         among: what all rows say of these, where these are a part of them.
+        answers: what doctor and tuner have answered meanwhile, the earliest first.
     """
 
     rows: Sequence[Row]
@@ -59,6 +61,7 @@ class Runs(Report):
     draw: Callable[[Comparison], None] | None = None
     is_unfolded: bool = False
     among: Around | None = None
+    answers: tuple[Answered, ...] = ()
 
     @cached_property
     def _around(self) -> Around:
@@ -189,7 +192,7 @@ class Runs(Report):
                 "steps that went well have seen; the mean over the last quarter of them. Each run began where training "
                 "stood at its flip."
             )
-        return notes
+        return [*notes, *answers_below(self.answers)]
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
