@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ..shared.messages import Failure
 from ..shared.settings import Settings
 from ..shared.units import format_bytes
+from .advice import OF_FILLED
 from .freed import held_by_cells
 from .instead import LARGER, Fit, Instead
 
@@ -89,22 +90,22 @@ class Rescue:
             return f"With it the step fits (live peak {format_bytes(self.went_bytes)})." if self.went_bytes else ""
         found = self.instead
         if found and found.offers:
-            return self._and_cause(found.words(self._in_force))
+            return self.cause_and(found.words(self._in_force))
         if self.looking:
             named = Instead(self.settings, self.ranks)
             known = [one.settings for one in found.tried] if found else []
             hopeful = [named.named(fit, self._in_force) for fit in self.foreseen if fit.settings not in known]
             predicted = f"Predicted to fit: {'; '.join(hopeful)}. " if hopeful else ""
-            return self._and_cause(f"{predicted}What would have fit is being tried out on the ranks.")
+            return self.cause_and(f"{predicted}What would have fit is being tried out on the ranks.")
         if found:
-            return self._and_cause(found.words(self._in_force))
+            return self.cause_and(found.words(self._in_force))
         if self.now not in (None, self.settings):
-            return self.failure.sample  # what training went back to fits
-        return self._and_cause(LARGER)
+            return self.cause_and("")  # what training went back to fits
+        return self.cause_and(LARGER)
 
-    def _and_cause(self, said: str) -> str:
-        """Return the same below a sample that is the cause: the command stands last."""
-        return f"{self.failure.sample} {said}" if self.failure.sample else said
+    def cause_and(self, said: str) -> str:
+        """Return the same below what is the cause: the command stands last."""
+        return " ".join(filter(None, [self.failure.sample, OF_FILLED.get(self.failure.filled, ""), said]))
 
     def worked(self, settings: Settings, peak_bytes: int) -> None:
         """A step was done under these settings."""

@@ -184,6 +184,10 @@ class Evaluated:
     live_peak_bytes: int
 
 
+LOGITS, SCORES = "logits", "scores"
+"""What memory may run out for: what a loss takes the softmax of, and a score for every pair of tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """The reason why a rank could not finish a step.
@@ -193,7 +197,8 @@ class Failure:
     ``reduction``, ``update``) or ``evaluation``; ``message`` is one sentence, ``traceback`` the text for those who want
     it. ``module`` is where in the model it was, as far as that can be told; ``asked_bytes`` and ``free_bytes`` are
     those wanted and left when memory ran out, ``None`` if not known. ``sample`` is a sentence about a sample that is
-    much larger than others, if memory ran out for one; ``live`` who held the live bytes after memory had run out.
+    much larger than others, if memory ran out for one; ``live`` who held the live bytes after memory had run out;
+    ``filled`` for what it ran out, as far as the line that ran tells: ``LOGITS``, ``SCORES``, or empty.
     """
 
     rank: int
@@ -206,6 +211,7 @@ class Failure:
     free_bytes: int | None = None
     sample: str = ""
     live: LiveBytes | None = None
+    filled: str = ""
 
 
 @dataclass(frozen=True, slots=True)

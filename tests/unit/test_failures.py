@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from gpumem_nb.engine.step.ambient import let_go
 from gpumem_nb.engine.step.failures import failure_of
-from gpumem_nb.shared.messages import Failure
+from gpumem_nb.shared.messages import LOGITS, SCORES, Failure
 
 
 def told(error: BaseException, phase: str = "forward", model: nn.Module | None = None, **room: Any) -> Failure:
@@ -130,3 +131,41 @@ def test_an_operator_that_a_backend_lacks_is_named_without_those_that_have_it() 
 def test_an_error_in_backward_is_told_where_the_model_is_frozen_and_its_criterion_trains() -> None:
     failure = told(OOM, "backward", nn.Linear(1, 1).requires_grad_(False))
     assert (failure.kind, failure.module) == ("oom", "")
+
+
+def run_out(*_: Any, **__: Any) -> Any:
+    raise OOM
+
+
+class Attends(nn.Module):
+    """Attention of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def own_loss(logits: torch.Tensor) -> torch.Tensor:
+    return -torch.log_softmax(logits, -1)[:, 0].mean()
+
+
+@pytest.mark.parametrize(
+    ("owner", "operator", "call", "filled"),
+    [
+        (torch._C._nn, "cross_entropy_loss", lambda x: nn.CrossEntropyLoss()(x, torch.tensor([0, 1])), LOGITS),
+        (torch, "log_softmax", own_loss, LOGITS),
+        (torch.Tensor, "softmax", Attends(), SCORES),
+        (torch.nn.functional, "softmax", lambda x: nn.MultiheadAttention(2, 1)(x, x, x), SCORES),
+        (torch.nn.functional, "linear", lambda x: nn.MultiheadAttention(2, 1)(x, x, x), ""),
+        (torch.nn.functional, "linear", nn.Linear(2, 2), ""),
+        (torch.nn.functional, "relu", nn.ReLU(), ""),
+    ],
+)
+def test_what_memory_ran_out_for_is_told_by_the_line_that_ran(
+    owner: Any, operator: str, call: Any, filled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, operator, run_out)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        call(torch.randn(2, 2))
+    frames = traceback.extract_tb(caught.tb)[:-1]  # an operator that runs out in truth is no frame
+    monkeypatch.setattr(traceback, "extract_tb", lambda _: frames)
+    assert told(caught.value).filled == filled

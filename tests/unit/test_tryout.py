@@ -175,6 +175,18 @@ def test_a_sample_that_is_the_cause_is_named_before_the_command() -> None:
     assert rescue.advice.startswith("Sample 333 is large. Tried out on the ranks, none of these would have fit")
 
 
+@pytest.mark.parametrize(
+    ("filled", "said"),
+    [("logits", "a fused linear cross-entropy"), ("scores", "scaled_dot_product_attention keeps none")],
+)
+def test_what_memory_ran_out_for_is_named_before_the_command(filled: str, said: str) -> None:
+    rescue = ended(Settings(batch_size=4), lambda one: needs(100))
+    before = rescue.advice
+    rescue.failure = Failure(0, "oom", "forward", "", filled=filled)
+    assert said in rescue.advice
+    assert rescue.advice.endswith(before)
+
+
 def test_what_was_predicted_to_fit_is_named_until_a_trial_has_said_so() -> None:
     settings, lighter = Settings(batch_size=8), Settings(batch_size=8, checkpointing="blocks")
     rescue = Rescue(Failure(0, "oom", "forward", ""), 1, settings, foreseen=[Fit(lighter, 3 * MIB)])

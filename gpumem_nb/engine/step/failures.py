@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...memory.device import Device
 from ...shared.errors import InvalidInput, WorkloadError, text_of
-from ...shared.messages import Failure
+from ...shared.messages import LOGITS, SCORES, Failure
 from ...shared.settings import Settings
 from ...shared.units import parse_size
 from ..data.stream import Stream
@@ -82,8 +82,24 @@ def failure_of(
     with suppress(RuntimeError):  # of a device that answers nothing any more
         free = device.room() if oom else None
     text = "".join(traceback.format_exception(error))
+    filled = _filled(oom.__traceback__) if oom else ""
     let_go(error)
-    return Failure(rank, kind, phase, message, text, module, _asked(message) if oom else None, free and max(0, free))
+    asked, left = _asked(message) if oom else None, free and max(0, free)
+    return Failure(rank, kind, phase, message, text, module, asked, left, filled=filled)
+
+
+_LOSSES = frozenset({"cross_entropy", "log_softmax", "nll_loss"})
+_ATTENTION = frozenset({"softmax", "eager_attention_forward"})  # torch's function, and Hugging Face's
+_SOFTMAX = re.compile(r"(?<!log_)softmax\(")
+
+
+def _filled(trace: TracebackType | None) -> str:
+    """Return what memory ran out for, by the functions that were running and the line that ran; empty if unknown."""
+    frames = traceback.extract_tb(trace)
+    names, line = {frame.name for frame in frames}, frames[-1].line or "" if frames else ""
+    if names & _LOSSES or any(f"{name}(" in line for name in _LOSSES):
+        return LOGITS
+    return SCORES if names & _ATTENTION or _SOFTMAX.search(line) else ""
 
 
 def nonfinite_loss(rank: int, loss: Tensor) -> Failure:

@@ -27,7 +27,7 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
     waits = "What would fit is being tried out on the ranks: ask again in a moment." if rescue.looking else ""
     fitting = [fit.settings for fit in rescue.fitting]
     reason = rescue.instead.reason(evidence.settings) if rescue.instead and fitting else ""
-    helps = waits or (" ".join(filter(None, [failure.sample, reason])) if reason else rescue.ways)
+    helps = waits or (rescue.cause_and(reason) if reason else rescue.ways)
     smaller = halved(fitting[-1]) if fitting else None  # what fitted for a step may leave no room
     return Finding(
         "does not fit",

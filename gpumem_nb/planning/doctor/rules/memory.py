@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 
+from ....report.advice import ON_SOME_ROWS
 from ....report.freed import held_by_cells as in_words_of_cells
 from ....report.freed import leak_headline, leak_what
 from ....report.instead import BESIDES
@@ -178,8 +179,7 @@ def logits(evidence: Evidence) -> Finding | None:
         f"in fp32, and holds about {_AT_ONCE} times that: the logits, the logarithms of their softmax, and their "
         "gradient.",
         {"logits_bytes": size, **evidence.live_peak(peak.bytes), "limit_bytes": needs.limit_bytes},
-        do="Or compute the last layer and the loss on some rows at a time, or by a fused linear cross-entropy, which "
-        "never holds all logits.",
+        do=ON_SOME_ROWS,
         candidates=evidence.lighter(c.ACTIVATIONS, peak.phase),
         wants=LESS,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....report.advice import CALL_SDPA, SET_SDPA
 from ....shared.forecast import ERRORS, RECORDED
 from ....shared.questions import TensorTotal
 from ....shared.units import format_bytes
@@ -103,19 +104,8 @@ def eager_attention(evidence: Evidence) -> Finding | None:
         size or 0,
         f"Attention {how}, so each layer keeps a score for every pair of tokens{scores}. SDPA keeps none.",
         {"scores_bytes": size, "softmaxes in a micro-batch": len(facts.scores) or None, **evidence.live_peak(peak)},
-        do=_SET_SDPA if facts.eager else _CALL_SDPA,
+        do=SET_SDPA if facts.eager else CALL_SDPA,
     )
-
-
-_SET_SDPA = (
-    'In a %%hvd cell on all ranks: model.set_attn_implementation("sdpa"), or build the model with '
-    'attn_implementation="sdpa". It computes the same, to rounding.'
-)
-_CALL_SDPA = (
-    "Call torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) in their place, with attn_mask= "
-    "for other masks, and attach again; of nn.MultiheadAttention, pass need_weights=False. It computes the same, to "
-    "rounding."
-)
 
 
 def _peak(evidence: Evidence, rank: OnRank) -> int | None:
