@@ -17,7 +17,7 @@ from ..report.differences import NOT_KNOWN, changes, typed
 from ..report.instead import Fit, Instead
 from ..shared.categories import ACTIVATIONS, OPTIMIZER_STATE, OTHER, TEMPORARIES
 from ..shared.knobs import CHANGES, Need
-from ..shared.knobs.step import halved
+from ..shared.knobs.step import ACCUMULATION_STEPS, BATCH_SIZE, halved
 from ..shared.settings import Settings, mildest_first, strongest_first
 from ..shared.units import format_bytes
 from ..shared.workload import Splits
@@ -95,11 +95,14 @@ class Search:
         """Return the settings to try next; nothing when that was all.
 
         Mild candidates come to choose from, until the time is over. Ever smaller micro-batches follow until one fits,
-        however long that takes.
+        however long that takes; where something else fits they come alone, as long as there is time, because they may
+        be faster.
         """
         fits = bool(self.fitting)
         update = [self._updates.popleft()] if self._updates and not fits else []
-        ladder: Iterable[Settings] = [] if fits else self._ladder
+        ladder: Iterable[Settings] = filter(self._splits, self._ladder) if fits else self._ladder
+        if any(self._splits(one.settings) for one in self.fitting):
+            ladder = []
         for candidate in itertools.chain(update, self._mild, ladder):
             if fits and time.monotonic() > self._until_s:
                 return None
@@ -112,6 +115,10 @@ class Search:
         self.tried.append(as_fit(said, trial_s))
         if said.phase == "update" and not fits(said):
             self._lighten_update()
+
+    def _splits(self, settings: Settings) -> bool:
+        """Return whether settings differ from those that failed in their micro-batches alone."""
+        return settings.changed_from(self._failed).keys() <= {BATCH_SIZE.name, ACCUMULATION_STEPS.name}
 
     def _lighten_update(self) -> None:
         """Smaller micro-batches alone do not help the update: try another way of the same one besides."""
@@ -260,7 +267,7 @@ def _ever_smaller(failed: Settings, together: Settings) -> Iterator[Settings]:
     """Give the same global batch in quarters, eighths and so on down to single samples, without and with all else."""
     smaller = halved(failed)
     others = together.changed_from(smaller) if smaller else {}
-    others = {name: value for name, value in others.items() if name not in ("batch_size", "accumulation_steps")}
+    others = {name: value for name, value in others.items() if name not in (BATCH_SIZE.name, ACCUMULATION_STEPS.name)}
     if smaller and others and smaller.replace(**others) != together:
         yield smaller.replace(**others)
     while smaller and (smaller := halved(smaller, failed)):

@@ -141,6 +141,19 @@ def test_smaller_micro_batches_are_asked_about_until_one_fits_and_never_twice() 
     assert len(ranks.asked) == 2 * asked, "what a cell may have changed is asked anew"
 
 
+def test_where_something_else_fits_smaller_micro_batches_alone_are_asked_about_because_they_may_be_faster() -> None:
+    def predicts(settings: Settings) -> Prediction:
+        fits = settings.batch_size <= 4 or settings.checkpointing != "none"
+        rate = 50.0 if settings.checkpointing != "none" else 90.0
+        return prediction(settings, live=100, samples_per_s=rate, verdict=FITS if fits else DOES_NOT_FIT)
+
+    ranks = Ranks(predicts)
+    found = ranks.finding().find(NEEDS)
+    assert found.fastest is not None
+    assert found.fastest.settings == FAILED.replace(batch_size=4, accumulation_steps=8)
+    assert all(one.checkpointing == "none" for one in ranks.asked if one.batch_size < 16), "of these only such"
+
+
 def test_what_cannot_be_used_is_left_out_and_an_end_of_asking_keeps_what_was_found() -> None:
     def predicts(settings: Settings) -> Prediction:
         if settings.checkpointing != "none":
