@@ -29,7 +29,7 @@ class SeenShapes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.scores: list[int] = []
         self.logits: tuple[int, ...] = ()
         self._products: set[tuple[int, ...]] = set()

@@ -121,7 +121,7 @@ class Instead:
             if self.frees_most:
                 most = because(self.failed, self.frees_most.settings)
                 said.append(f"{self.named(self.frees_most, now)}, which frees most{most}")
-            return f"{self._how}, these {fit}: {'; '.join(said)}."
+            return f"{self._how}, {'this' if self._alone else 'these'} {fit}: {'; '.join(said)}."
         if self.barely:
             return f"{self._how}, only this {fit}, barely: {self.named(self.barely, now)}."
         helps = " ".join(filter(None, [BESIDES.get(self.largest, ""), LARGER]))
@@ -133,10 +133,16 @@ class Instead:
         return f"{self._how}, none of these {fit}: {'; '.join(tried)}. {helps}"
 
     @property
+    def _alone(self) -> bool:
+        return sum(one.fits for one in self.tried) <= 1
+
+    @property
     def _fastest(self) -> str:
         assert self.fastest
         if self.fastest.settings.samples_per_rank != self.failed.samples_per_rank:
             return ", none at this global batch"
+        if self._alone:
+            return ""
         return ", the fastest of them at this global batch" if self.timed else ", the mildest change"
 
     def _brings(self, fit: Fit) -> str:

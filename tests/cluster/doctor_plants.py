@@ -192,7 +192,7 @@ CROWDED = f"""
 from gpumem_nb.shared.messages import DeviceUse
 {DEVICE}.use = lambda: DeviceUse(used_bytes=30 * 2**30, total_bytes=40 * 2**30, other_bytes=20 * 2**30, own_bytes=2**30)
 """
-LET_GO = f"vars({DEVICE}).pop('use', None); held = hook = own = kept = None; torch.set_num_threads(1)"
+LET_GO = f"vars({DEVICE}).pop('use', None); held = hook = own = kept = None"
 """What plants have left on ranks."""
 
 

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 
-from gpumem_nb.kernel.training import failures
+from gpumem_nb.planning import instead
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
 from tests import internals
@@ -139,7 +139,7 @@ def family(session: Session) -> list[psutil.Process]:
 
 
 STALLED = r"[Rr]ank 1 was in the data part of step \d+, ranks? 0\S* waited in the gradient reduction"
-OOM_S = 3.0 + failures.TIMEOUT_S  # the sentence also names what would have fit
+OOM_S = 3.0 + instead.TIMEOUT_S  # the sentence also names what would have fit
 FAULTS = [
     Fault("OOM", "rank 1 ran out of memory in the forward part .* Tried to allocate", OOM_S, ("forward", "oom")),
     Fault("exception", "rank 1 failed in the backward part .* planted", 3.0, ("backward", "error")),

@@ -28,7 +28,7 @@ def patient(two_ranks: Session) -> Iterator[Session]:
     """Two ranks whose limits and devices are put back."""
     yield two_ranks
     two_ranks.pause()
-    two_ranks.run(LET_GO)
+    two_ranks.run(f"{LET_GO}; torch.set_num_threads({two_ranks.ranks[0].threads})")
     set_limit(two_ranks, 96 * MIB)
 
 

@@ -222,7 +222,7 @@ def test_of_memory_that_ran_out_what_was_tried_out_on_the_ranks_is_offered_unles
     smaller = {"batch_size": 32, "accumulation_steps": 2, "checkpointing": "blocks"}
     less = {name: value for name, value in smaller.items() if value != getattr(Settings(), name)}
     assert found.candidates == ({"batch_size": 64, "checkpointing": "blocks"}, less)
-    assert found.do.startswith("Tried out on the ranks, these would have fit: checkpointing=blocks batch_size=64 (live")
+    assert found.do.startswith("Tried out on the ranks, this would have fit: checkpointing=blocks batch_size=64 (live")
     assert "because backward recomputes activations that forward would keep." in found.do
     assert causes(rescue=failed("oom", goes_on=Settings())) == [], "training goes on with what fits"
 
@@ -238,7 +238,7 @@ def test_a_step_that_runs_out_on_trial_is_not_said_to_leave_room_and_smaller_mic
     instead = instead_of(DEFAULT, 2, [Fit(half, 100 * MIB)], blind)
     [found] = findings(evidence(needs=blind, instead=instead))
     assert found.candidates == ({"batch_size": 16, "accumulation_steps": 2},)
-    assert found.do.startswith("Predicted, these would fit: batch_size=16 accumulation_steps=2 (live peak 100.0 MiB)")
+    assert found.do.startswith("Predicted, this would fit: batch_size=16 accumulation_steps=2 (live peak 100.0 MiB)")
 
 
 def test_what_a_cell_holds_alive_on_one_rank_is_not_free_memory() -> None:

@@ -176,7 +176,7 @@ def test_the_card_and_predictions_say_the_same() -> None:
     assert ranks.asked == [], "it was tried out on the very step"
     assert rescue.advice == found.words(Settings(batch_size=4))
     assert "75 % is activations" in rescue.advice, "why, which was not known before"
-    assert "Tried out on the ranks, these would have fit" in rescue.advice
+    assert "Tried out on the ranks, this would have fit" in rescue.advice
 
 
 def test_a_budget_holds_for_one_answer_alone() -> None:

@@ -15,10 +15,11 @@ from gpumem_nb.planning.instead import instead_of
 from gpumem_nb.report.differences import typed
 from gpumem_nb.report.instead import Fit
 from gpumem_nb.report.rescue import Rescue
-from gpumem_nb.shared.categories import ACTIVATIONS
+from gpumem_nb.shared.categories import ACTIVATIONS, OPTIMIZER_STATE
 from gpumem_nb.shared.forecast import RECORDED, VARYING, Forecast, Forecasts
 from gpumem_nb.shared.knobs.step import halved
 from gpumem_nb.shared.messages import Failure, Reading
+from gpumem_nb.shared.readings import LiveBytes
 from gpumem_nb.shared.settings import Settings
 
 MIB = 2**20
@@ -185,6 +186,16 @@ def test_what_memory_ran_out_for_is_named_before_the_command(filled: str, said: 
     rescue.failure = Failure(0, "oom", "forward", "", filled=filled)
     assert said in rescue.advice
     assert rescue.advice.endswith(before)
+
+
+def test_less_state_is_tried_where_the_optimizers_fills_much_of_the_limit() -> None:
+    def tried_with(state_mib: int) -> list[str]:
+        rescue = out_of_memory(Settings(batch_size=1))
+        rescue.failure = replace(rescue.failure, live=LiveBytes({OPTIMIZER_STATE: state_mib * MIB}))
+        return [typed(rescue.settings, one) for one in Tryout(rescue, 0, limit_bytes=LIMIT).search.mild]
+
+    assert tried_with(400) == ["precision=bf16", "optimizer=momentum", "optimizer=sgd"]
+    assert tried_with(300) == ["precision=bf16"]
 
 
 def test_what_was_predicted_to_fit_is_named_until_a_trial_has_said_so() -> None:

@@ -78,7 +78,7 @@ def test_where_nothing_fits_it_says_what_would_as_everywhere_else() -> None:
     assert result.why.startswith("Nothing fits 10.0 MiB: the least is ")
     half = result.present.replace(precision="bf16")
     told = replace(result, instead=instead_of(result.present, 2, [Fit(half, 9 * MIB)]))
-    assert "Predicted, these would fit: precision=bf16 (live peak 9.0 MiB; it changes the mathematics" in told.why
+    assert "Predicted, this would fit: precision=bf16 (live peak 9.0 MiB; it changes the mathematics" in told.why
     assert told.why.endswith("Type %hvd_set precision=bf16")
 
 

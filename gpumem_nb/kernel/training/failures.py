@@ -10,6 +10,7 @@ from ...planning.instead import Search, as_fit, instead_of
 from ...planning.prediction import FITS
 from ...report.differences import typed
 from ...report.rescue import Rescue
+from ...shared.categories import ACTIVATIONS, OPTIMIZER_STATE
 from ...shared.errors import InvalidInput, TrainingFailed
 from ...shared.forecast import RECORDED, Forecasts
 from ...shared.knobs.step import shortened, shrunk
@@ -31,16 +32,24 @@ class Tryout:
         rescue: of the step that ran out of memory; what is found out is added to it.
         blocks: how many blocks of the model can be checkpointed.
         usable: whether settings go with what is loaded.
+        limit_bytes: of the rank that failed; ``None`` where it has none.
 
     Attributes:
         rescue: as given.
         search: which candidates are tried, and what came of them.
     """
 
-    def __init__(self, rescue: Rescue, blocks: int, usable: Callable[[Settings], bool] = lambda settings: True) -> None:
+    def __init__(
+        self,
+        rescue: Rescue,
+        blocks: int,
+        usable: Callable[[Settings], bool] = lambda settings: True,
+        limit_bytes: int | None = None,
+    ) -> None:
         self.rescue = rescue
         rescue.looking = True
-        self.search = Search(rescue.settings, rescue.failure.phase, blocks, usable=usable)
+        at_peak = _filled_by(rescue.failure, limit_bytes or 0)
+        self.search = Search(rescue.settings, rescue.failure.phase, blocks, at_peak, usable)
         self._candidate = self._shown = rescue.settings
 
     def next(self) -> Settings | None:
@@ -65,6 +74,17 @@ class Tryout:
         self.search.learn(said, seconds if self._shown == self._candidate else None)
         rescue = self.rescue
         rescue.instead = instead_of(rescue.settings, rescue.ranks, self.search.tried, on_the_step=True)
+
+
+_MUCH = 1 / 3  # of the limit, for the optimizer's state to be worth trying with less
+
+
+def _filled_by(failure: Failure, limit_bytes: int) -> dict[str, int] | None:
+    """Return what filled the limit when another part than the update ran out, if the optimizer's state did so, too."""
+    state = failure.live.held.get(OPTIMIZER_STATE, 0) if failure.live else 0
+    if failure.phase == "update" or not state or state < _MUCH * limit_bytes:
+        return None
+    return {ACTIVATIONS: max(1, limit_bytes - state), OPTIMIZER_STATE: state}
 
 
 TRIAL_ID = -2  # and below: trials are not configurations of their own
@@ -207,7 +227,9 @@ class Failures:
                 return False
             return True
 
-        self._tryout = Tryout(rescue, workload.blocks if workload else 0, usable)
+        reading = self._history.readings[rescue.failure.rank]
+        limit_bytes = reading.limit_bytes if reading else None
+        self._tryout = Tryout(rescue, workload.blocks if workload else 0, usable, limit_bytes)
         foreseen = [one for settings in self._tryout.search.mild if (one := self._history.foreseen.get(settings))]
         rescue.foreseen = [as_fit(one) for one in foreseen if one.verdict == FITS]
         self._try_next(TRIAL_ID)
