@@ -21,7 +21,8 @@ from gpumem_nb.cluster.ranks import Ranks
 from gpumem_nb.kernel import foreground
 from gpumem_nb.kernel.questions import predicting
 from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
-from gpumem_nb.kernel.training import failures, stalls
+from gpumem_nb.kernel.training import stalls
+from gpumem_nb.planning import instead
 from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.session import Session
 from gpumem_nb.shared import cluster_records
@@ -79,7 +80,7 @@ def give_time(patch: pytest.MonkeyPatch, times: float) -> None:
         (stalls, "LATE_TIMEOUT_S"),
         (watch, "VERDICT_TIMEOUT_S"),
         (ipyparallel_cluster, "EXIT_CODE_TIMEOUT_S"),
-        (failures, "TIMEOUT_S"),
+        (instead, "TIMEOUT_S"),
         (predicting, "LONGEST_S"),
         (predicting, "LONGEST_GUESSED_S"),
     ):

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         return (q @ k.mT / 4).softmax(-1) @ v
 net = nn.Sequential(Attention(), nn.Linear(16, 1))
-rows = torch.utils.data.TensorDataset(torch.randn(32, 64, 16))
+rows = torch.utils.data.TensorDataset(torch.randn(32, 256, 16))
 """
 LONG_TEXTS = """
 class Texts(torch.utils.data.Dataset):
