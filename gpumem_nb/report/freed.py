@@ -75,18 +75,25 @@ def _holders(one: Freed) -> str:
 
 def held_by_cells(live: LiveBytes) -> str:
     """Return which variables of cells hold much of a rank's memory, and what to type instead; empty if none does."""
+    return f"{cells_hold(live)} {free_cells(live)}" if live.notable else ""
+
+
+def cells_hold(live: LiveBytes) -> str:
+    """Return which variables of cells hold much of a rank's memory; there must be some."""
+    return f"Variables of cells hold memory: {', '.join(f'{n} {format_bytes(b)}' for n, b in live.notable.items())}."
+
+
+def free_cells(live: LiveBytes) -> str:
+    """Return what to type so that these hold it no more."""
     named = live.notable
-    if not named:
-        return ""
-    said = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in named.items())
     graphs = [name for name in named if name in live.with_graph]
     advice = (
-        f" {' and '.join(graphs)} keep{'s' * (len(graphs) == 1)} what a backward pass would need: compute outputs "
-        "under torch.no_grad(), and keep them as output.detach().cpu()."
+        f"{' and '.join(graphs)} keep{'s' * (len(graphs) == 1)} what a backward pass would need: compute outputs "
+        "under torch.no_grad(), and keep them as output.detach().cpu(). "
         if graphs
         else ""
     )
-    return f"Variables of cells hold memory: {said}.{advice} To free it, in a %%hvd cell: del {', '.join(named)}"
+    return f"{advice}To free it, in a %%hvd cell: del {', '.join(named)}"
 
 
 def _by_rank(names: Sequence[Sequence[str]]) -> dict[str, list[int]]:

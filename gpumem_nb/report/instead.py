@@ -159,8 +159,10 @@ class Instead:
 
 def because(before: Settings, after: Settings) -> str:
     """Return why the latter need less memory than the former, as a clause to append; empty where no knob says so."""
-    why = [KNOBS[name].saves for name, value in after.changed_from(before).items() if _less(name, before, value)]
-    return f", because {' and '.join(filter(None, why))}" if any(why) else ""
+    changed = [name for name, value in after.changed_from(before).items() if _less(name, before, value)]
+    *first, last = [why for name in changed if (why := KNOBS[name].saves)] or [""]
+    said = f"{', '.join(first)} and {last}" if first else last
+    return f", because {said}" if said else ""
 
 
 def _less(name: str, before: Settings, value: Any) -> bool:

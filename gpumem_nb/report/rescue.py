@@ -90,20 +90,20 @@ class Rescue:
             return f"With it the step fits (live peak {format_bytes(self.went_bytes)})." if self.went_bytes else ""
         found = self.instead
         if found and found.offers:
-            return self.cause_and(found.words(self._in_force))
+            return self._and_cause(found.words(self._in_force))
         if self.looking:
             named = Instead(self.settings, self.ranks)
             known = [one.settings for one in found.tried] if found else []
             hopeful = [named.named(fit, self._in_force) for fit in self.foreseen if fit.settings not in known]
             predicted = f"Predicted to fit: {'; '.join(hopeful)}. " if hopeful else ""
-            return self.cause_and(f"{predicted}What would have fit is being tried out on the ranks.")
+            return self._and_cause(f"{predicted}What would have fit is being tried out on the ranks.")
         if found:
-            return self.cause_and(found.words(self._in_force))
+            return self._and_cause(found.words(self._in_force))
         if self.now not in (None, self.settings):
-            return self.cause_and("")  # what training went back to fits
-        return self.cause_and(LARGER)
+            return self._and_cause("")  # what training went back to fits
+        return self._and_cause(LARGER)
 
-    def cause_and(self, said: str) -> str:
+    def _and_cause(self, said: str) -> str:
         """Return the same below what is the cause: the command stands last."""
         return " ".join(filter(None, [self.failure.sample, OF_FILLED.get(self.failure.filled, ""), said]))
 

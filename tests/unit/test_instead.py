@@ -184,3 +184,16 @@ def test_a_budget_holds_for_one_answer_alone() -> None:
     found = ranks.finding().find(replace(NEEDS, limit_bytes=100 * MIB), budget_bytes=LIMIT // 4)
     assert found.fastest is None
     assert ranks.history.answers.instead_of(FAILED) is None
+
+
+def test_why_several_changes_need_less_is_said_in_one_clause() -> None:
+    all_at_once = Fit(HALF.replace(checkpointing="blocks", fusion_threshold_mib=4), 100 * MIB)
+    assert (
+        instead_of(FAILED, 2, [all_at_once])
+        .words(FAILED)
+        .partition("Type")[0]
+        .endswith(
+            ", because backward recomputes activations that forward would keep, fewer samples are in memory at once and "
+            "Horovod's buffer is smaller. "
+        )
+    )

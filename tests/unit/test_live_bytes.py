@@ -111,8 +111,8 @@ def test_where_cells_hold_a_scarce_limit_the_variable_is_named_and_no_flip_is_of
         [found] = findings(evidence(needs=scarce, ranks=(on_rank(0), holding(400, graph))))
         assert found.cause == "memory held by cells"
         assert "preds 400.0 MiB" in found.sentence
-        assert "del preds" in found.sentence
-        assert ("torch.no_grad()" in found.sentence) is graph
+        assert "del preds" in found.do
+        assert ("torch.no_grad()" in found.do) is graph
     assert causes(ranks=(on_rank(0), holding(30, graph=False))) == [], "tensors that a cell keeps where there is room"
     kept = holding(400, name="kept")
     assert causes(needs=scarce, ranks=(on_rank(0), kept), leaks=((LEAK,),))[0] == "leak"

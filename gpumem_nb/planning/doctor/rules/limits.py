@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....report.advice import OF_FILLED
 from ....report.differences import typed
 from ....report.instead import LARGER
 from ....shared.forecast import DRY, ERRORS
@@ -27,7 +28,8 @@ def does_not_fit(evidence: Evidence) -> Finding | None:
     waits = "What would fit is being tried out on the ranks: ask again in a moment." if rescue.looking else ""
     fitting = [fit.settings for fit in rescue.fitting]
     reason = rescue.instead.reason(evidence.settings) if rescue.instead and fitting else ""
-    helps = waits or (rescue.cause_and(reason) if reason else rescue.ways)
+    cause = OF_FILLED.get(failure.filled, "")  # a sample that is too large is a finding of its own
+    helps = waits or (f"{cause} {reason}".strip() if reason else rescue.ways)
     smaller = halved(fitting[-1]) if fitting else None  # what fitted for a step may leave no room
     return Finding(
         "does not fit",

@@ -7,8 +7,7 @@ import re
 import statistics
 
 from ....report.advice import ON_SOME_ROWS
-from ....report.freed import held_by_cells as in_words_of_cells
-from ....report.freed import leak_headline, leak_what
+from ....report.freed import cells_hold, free_cells, leak_headline, leak_what
 from ....report.instead import BESIDES
 from ....shared import categories as c
 from ....shared.forecast import ERRORS, RECORDED
@@ -53,6 +52,7 @@ def held_by_cells(evidence: Evidence) -> Finding | None:
     if not named or live is None:
         return None
     size = sum(named.values())
+    what, helps = cells_hold(live), free_cells(live)
     reading, needs = evidence.ranks[worst].reading, evidence.needs
     limit = reading.limit_bytes if reading else None
     stops = _runs_out(evidence) and size >= _MOST_OF_LIMIT * (limit or 0)
@@ -61,12 +61,13 @@ def held_by_cells(evidence: Evidence) -> Finding | None:
         "Variables of your cells hold memory",
         STOPS if stops else MEMORY,
         _BEFORE_DOES_NOT_FIT if stops else size,
-        f"On rank {worst}, {in_words_of_cells(live)}",
+        f"On rank {worst}, {what[:1].lower()}{what[1:]}",
         {
             **{f"{name}_bytes": nbytes for name, nbytes in named.items()},
             **evidence.live_peak(needs.live_peak_bytes if needs else None),
             "limit_bytes": limit,
         },
+        do=helps,
     )
 
 
@@ -196,8 +197,8 @@ def long_samples(evidence: Evidence) -> Finding | None:
     if not of_step and (share is None or share < SCARCE):
         return None
     said, may, numbers = sample, "", dict[str, float | str | None]()
-    if needs is not None:
-        reserved, most = (needs.in_words(size) for size in (needs.reserved_peak_bytes, needs.high_bytes))
+    if needs is not None and needs.sample and not needs.lower_bound:
+        reserved, most = (format_bytes(size) for size in (needs.reserved_peak_bytes, needs.high_bytes))
         may = f" A micro-batch with the largest may need {most}, most others {reserved}."
         numbers = {
             "most_bytes": needs.high_bytes,
