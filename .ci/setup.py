@@ -273,16 +273,25 @@ def make_environment(python: str) -> None:
 def install_torch(torch: Choice) -> None:
     """Torch first and by itself: a range, or a package that depends on it, could bring gigabytes of another build."""
     wanted = shlex.split(torch.requirement)
-    elsewhere = ["--extra-index-url", torch.index] if torch.index and not is_offered(wanted) else []
+    elsewhere = ["--extra-index-url", torch.index] if torch.index and not is_offered(*wanted) else []
+    if elsewhere and torch.instead and not is_offered(*elsewhere, *wanted) and is_offered(torch.instead):
+        print(
+            f"No index has {torch.requirement} for this Python, so set-up takes {torch.instead}, which computes on the"
+        )
+        print(
+            f"CPU as well. That costs {torch.instead_costs}. Another Python may have it: PYTHON=python3.11.", flush=True
+        )
+        check_disk(ROOT, CUDA_GIB)
+        wanted, elsewhere = [torch.instead], []
     pinned = ["-c", "constraints.txt"] if torch_choice.VERSION in torch.requirement else []
-    pip(f"Installing {torch.requirement}", *pinned, *elsewhere, *wanted)
+    pip(f"Installing {' '.join(wanted)}", *pinned, *elsewhere, *wanted)
 
 
-def is_offered(wanted: list[str]) -> bool:
-    """Whether the usual package index has it."""
+def is_offered(*wanted: str) -> bool:
+    """Whether the usual package index has it, or one that is named among the options."""
     command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    with Ticker("Looking for it in the package index"):
-        return run([*command, "--dry-run", "--no-deps", *wanted], **QUIET) == 0
+    with Ticker(f"Looking for {wanted[-1]} in the package index"):
+        return run([*command, "--retries", "1", "--dry-run", "--no-deps", *wanted], **QUIET) == 0
 
 
 def install_rest() -> None:

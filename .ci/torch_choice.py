@@ -13,6 +13,10 @@ CUDA_12 = "cu126"  # the only build of this torch for CUDA 12
 # Compute capabilities that builds of this torch know: from the first on for CUDA 13, below the second for CUDA 12
 # (PyTorch's release matrix, https://github.com/pytorch/pytorch/blob/main/RELEASE.md).
 OLDEST_OF_13, TOO_NEW_FOR_12 = (7, 5), (10, 0)
+# Three signs of equality: 2.13.0+cpu, which may be there already, is a 2.13.0 for pip.
+ORDINARY = f"torch==={VERSION}"
+# Sizes of its wheel and those that it needs on the package index, and .venv's of Python 3.12 (docs/install.md).
+ORDINARY_COSTS = "2.7 GB to download, most of it CUDA's libraries, and a .venv of 5.7 GiB instead of 2"
 _NOT_LOADED = 9  # NVML_ERROR_DRIVER_NOT_LOADED
 
 
@@ -28,11 +32,15 @@ class Choice:
         requirement: for pip, with its options if somebody named some.
         index: where to look for it if the usual package index does not have it; may be empty.
         why: in words.
+        instead: what computes the same if no index has it for this Python; may be empty.
+        instead_costs: what that takes, in words.
     """
 
     requirement: str
     index: str
     why: str
+    instead: str = ""
+    instead_costs: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,14 +62,13 @@ def choose() -> Choice:
         return Choice(named, "", "TORCH names it")
     gpus = find_gpus()
     if gpus is None:
-        return _build("cpu", "no NVIDIA GPU was found (TORCH= names another)")
+        return _on_the_cpu("no NVIDIA GPU was found (TORCH= names another)")
     knows = "the NVIDIA driver knows CUDA {}.{}".format(*gpus.cuda)
     if gpus.cuda < (12, 0):
-        return _build("cpu", f"{knows}, and this torch needs 12 or later: update the driver, or name one with TORCH=")
+        return _on_the_cpu(f"{knows}, and this torch needs 12 or later: update the driver, or name one with TORCH=")
     oldest, newest = min(gpus.capabilities), max(gpus.capabilities)
     if gpus.cuda >= (13, 0) and oldest >= OLDEST_OF_13:
-        # Three signs of equality: 2.13.0+cpu, which may be there already, is a 2.13.0 for pip.
-        return Choice(f"torch==={VERSION}", "", knows)
+        return Choice(ORDINARY, "", knows)
     if newest >= TOO_NEW_FOR_12:
         raise Trouble(
             "A GPU of compute capability {}.{} needs a torch for CUDA 13 and {}".format(*newest, knows)
@@ -112,6 +119,12 @@ def _capability(nvml: ctypes.CDLL, index: int) -> tuple[int, int]:
     if nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor)):
         return (8, 0)
     return major.value, minor.value
+
+
+def _on_the_cpu(why: str) -> Choice:
+    """The CPU build; where no index has it, the ordinary build computes on the CPU as well."""
+    named = _build("cpu", why)
+    return Choice(named.requirement, named.index, why, ORDINARY, ORDINARY_COSTS)
 
 
 def _build(platform: str, why: str) -> Choice:

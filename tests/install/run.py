@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "docs" / "install.md"
 MARKER = "<!-- the rest is written by make matrix-install -->\n"
 PYTHONS = ("python3.11", "python3.12", "python3.13")
-TORCHES = ("torch==2.8.*", "torch==2.9.*", "torch==2.13.*", "")  # the last: whatever set-up chooses
+TORCHES = ("torch==2.8.*", "torch==2.9.*", "torch==2.13.*", "torch==2.15.*", "")  # the last: what set-up chooses
 # Of the build of torch that the index has for every platform, for which a plain number of its version stands.
 CUDA_TORCH = "torch===2.13.0"
 OTHERS = ("CUDA_", "HOROVOD_", "MAKE", "MFLAGS")  # what a row's own variables shall not be mixed with
@@ -77,6 +77,10 @@ def main() -> int:
         there = [python for python in wanted if shutil.which(python)]
         print(f"Not here, so not tried: {', '.join(sorted(set(wanted) - set(there))) or 'none'}.", flush=True)
         rows = [Row(python, torch, {}, {"MPI"}) for python in there for torch in TORCHES]
+        lacking = [row for row in rows if row.torch and not is_offered(row)]
+        rows = [row for row in rows if row not in lacking]
+        said = ", ".join(f"{row.torch} for Python {row.number}" for row in lacking)
+        print(f"Not in the package index, so not tried: {said or 'none'}.", flush=True)
     outcomes = []
     for row in rows:
         print(f"== {row.python} {row.torch or '(what set-up chooses)'} {' '.join(row.variables.values())}", flush=True)
@@ -114,6 +118,14 @@ def set_up(row: Row) -> Outcome:
         if lacking or found["steps"] != STEPS:
             return Outcome({}, f"Horovod lacks {', '.join(lacking)}; {found['steps']} steps", took_s, size_gib)
         return Outcome(found, "", took_s, size_gib)
+
+
+def is_offered(row: Row) -> bool:
+    """Whether the package index has this torch for this Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--dry-run", "--no-deps", "--only-binary", ":all:", "--python-version", row.number]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", *options, "--target", folder, row.torch]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def files_of_checkout() -> list[str]:

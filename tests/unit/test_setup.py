@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,6 +107,61 @@ def test_torch_that_no_index_has_is_one_sentence(checkout: Path) -> None:
     sentence = one_sentence(run(checkout, "setup", TORCH="torch==2.4.0", **index))
     assert "no torch==2.4.0" in sentence
     assert "TORCH=" in sentence
+
+
+def wheel_of_torch(folder: Path, version: str) -> None:
+    """Write a wheel that pip installs, with nothing in it."""
+    info = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with pip and nothing else."""
+    folder = tmp_path_factory.mktemp("environment") / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    return folder
+
+
+@pytest.fixture
+def index(environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that is the only index; set-up installs into an environment without torch."""
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path), "CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setattr(setup, "VENV", environment)
+    monkeypatch.setattr(setup, "LOG", environment / "setup.log")
+    monkeypatch.chdir(ROOT)
+    yield tmp_path
+    subprocess.run([setup.venv_python(), "-m", "pip", "uninstall", "-qy", "torch"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("there", "installed"),
+    [
+        (["2.13.0"], "2.13.0"),  # as the package index has it for Python 3.12
+        (["2.13.0", "2.13.0+cpu"], "2.13.0+cpu"),
+    ],
+)
+def test_where_no_index_has_the_cpu_build_the_ordinary_one_is_taken_and_its_cost_said(
+    there: list[str], installed: str, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version in there:
+        wheel_of_torch(index, version)
+    setup.install_torch(setup.torch_choice._on_the_cpu("no NVIDIA GPU was found"))
+    said = capsys.readouterr().out
+    assert setup.installed_versions()["torch"] == installed
+    assert ("No index has torch==2.13.0+cpu for this Python" in said) == (installed == "2.13.0")
+    assert ("That costs 2.7 GB to download" in said) == (installed == "2.13.0")
+
+
+def test_where_there_is_no_torch_at_all_the_first_choice_is_named(index: Path) -> None:
+    with pytest.raises(setup.Trouble, match=r"has no torch==2\.13\.0\+cpu for this Python"):
+        setup.install_torch(setup.torch_choice._on_the_cpu("no NVIDIA GPU was found"))
 
 
 def test_unreachable_index_is_one_sentence() -> None:
