@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from .install.environment import EnvironmentReport
-    from .planning.cold import ColdPredictions
+    from .planning.cold_table import ColdPredictions
     from .planning.prediction import Prediction
     from .session import Session
 
@@ -89,7 +89,8 @@ def predict(
     Args:
         workload: the name of a ready-made one, or a ``Workload``.
         gpu: its name, such as ``"A100-40GB"``; several, as a list or with commas between them, are answered by
-            :class:`~gpumem_nb.planning.cold.ColdPredictions`: which of them fits, and with which largest batch.
+            :class:`~gpumem_nb.planning.cold_table.ColdPredictions`: which of them fits, with which largest batch, and
+            what to change where it does not fit.
         memory: of the GPU in place of what the table says, such as ``"24GB"`` or a number of bytes.
         ranks: how many train together; from two on Horovod and NCCL take their part.
         **knobs: as in :class:`Settings`; of a ready-made workload also its options, such as ``width``.
@@ -99,8 +100,10 @@ def predict(
         WorkloadError: the workload cannot be run without memory; names the operator and the line.
     """
     from .planning import cold
+    from .ui.cells import progress_bar
 
-    return cold.predict(workload, gpu=gpu, memory=memory, ranks=ranks, **knobs)
+    with progress_bar("Predicting", patience_s=1.0) as progress:
+        return cold.predict(workload, gpu=gpu, memory=memory, ranks=ranks, progress=progress, **knobs)
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

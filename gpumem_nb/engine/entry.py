@@ -48,6 +48,7 @@ _WORDS = {
     "forecast_allocators": "a small step on trial",
     "rehearse": "steps on trial",
     "look_at_model": "a look at the model",
+    "hollow": "a look at the model",
     "splits_to_mean": "a look at the loss",
     "steps_among": "the measuring of scaling",
     "sweep_network": "the timing of all-reduces",

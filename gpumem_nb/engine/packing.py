@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import torch
 from cloudpickle import Pickler
 from torch import Tensor, nn
 
+from ..internals.fake_internals import in_fake_mode
 from ..shared.answers import Answer, Apart
 
 _AS_THEY_LIE = ("cpu", "meta")
+_SMALL_BYTES = 2**16
+_DEVIATION = 0.02  # of numbers in place of weights: small ones, as most models begin with
 
 
 def returned(value: Any, apart: Apart | None) -> Answer:
@@ -22,6 +26,19 @@ def packed(value: Any) -> bytes:
     """Return a pickle of ``value`` in which tensors on a device, however deep they lie, are copies on the CPU."""
     with io.BytesIO() as file:
         _OnCpu(file).dump(value)
+        return file.getvalue()
+
+
+def emptied(value: Any) -> bytes:
+    """Return a pickle of ``value`` in which large tensors have shape and type alone, however deep they lie.
+
+    Unpickled under a fake mode, no tensor in it takes memory; elsewhere large ones hold small random numbers. All lie
+    on the CPU, and devices in it name the CPU. Tensors that share memory have each their own then.
+
+    Raises whatever pickle does for what cannot be pickled.
+    """
+    with io.BytesIO() as file:
+        _Emptied(file).dump(value)
         return file.getvalue()
 
 
@@ -40,3 +57,30 @@ class _OnCpu(Pickler):  # type: ignore[misc]
         if isinstance(obj, Tensor) and not isinstance(obj, nn.Parameter) and obj.device.type not in _AS_THEY_LIE:
             return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(self.proto)
         return super().reducer_override(obj)
+
+
+class _Emptied(_OnCpu):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized:
+            small = obj.nbytes <= _SMALL_BYTES
+            content = obj.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if small else b""
+            return _filled, (tuple(obj.shape), obj.stride(), obj.dtype, obj.requires_grad, content)
+        if isinstance(obj, torch.device) and obj.type not in _AS_THEY_LIE:
+            return torch.device, ("cpu",)
+        return super().reducer_override(obj)
+
+
+def _filled(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, content: bytes
+) -> Tensor:
+    """Return a tensor on the CPU, without memory under a fake mode."""
+    tensor = torch.empty_strided(shape, stride, dtype=dtype)
+    if in_fake_mode():
+        pass
+    elif content:
+        tensor.copy_(torch.frombuffer(bytearray(content), dtype=dtype).view(shape))
+    elif dtype.is_floating_point:
+        tensor.normal_(std=_DEVIATION)
+    else:
+        tensor.zero_()
+    return tensor.requires_grad_(requires_grad)

@@ -43,7 +43,9 @@ from . import building, device_look, exporting, looks, surroundings
 from .attach import attached, load_objects, named, save_objects, to_keep
 from .cells import OfferedNames, attached_names, taken
 from .device_look import look as look
+from .dry.hollow import of_trainer
 from .link import collectives, horovod, pulse, signals
+from .link.collectives import check_again as check_trace  # noqa: F401  # whether steps can be traced
 from .link.communicator import here, use
 from .link.group import among, sweep
 from .plain_process import make_plain
@@ -161,8 +163,7 @@ def offer_trained() -> Iterator[object]:
 
 def taken_over() -> str:
     """After code of the notebook: say which names of what is trained it has bound to something else."""
-    names = [] if _trainer is None else _names.taken_over()
-    return taken(names) if names else ""
+    return taken(names) if _trainer and (names := _names.taken_over()) else ""
 
 
 def loaded() -> bool:
@@ -192,6 +193,11 @@ def run_chunk(chunk: Chunk) -> ChunkReply:
 def facts() -> exporting.Facts:
     """Return what a script must know to train what is loaded."""
     return exporting.facts_of(_loaded_trainer(), _device)
+
+
+def hollow() -> bytes:
+    """Return what is trained as a dry run takes it."""
+    return of_trainer(_loaded_trainer(), _device)
 
 
 def sync() -> None:
@@ -226,11 +232,6 @@ def splits_to_mean() -> bool | None:
 def step_lanes() -> StepLanes | None:
     """Return the latest step that was done, part by part."""
     return _loaded_trainer().lanes()
-
-
-def check_trace() -> None:
-    """All ranks find out together whether steps can be traced."""
-    collectives.check_again()
 
 
 def write_trace(order: TraceOrder) -> TracePart:
@@ -380,8 +381,7 @@ def _train(make: Callable[[], Workload], seed: int, wanted: set[str], names: dic
     """
     global _trainer
     # Whatever is wrong with the data is found before the old workload is let go.
-    prepared = building.prepare(make, seed)
-    if prepared is None:
+    if (prepared := building.prepare(make, seed)) is None:
         return None
     if _trainer is not None:
         _trainer.close()

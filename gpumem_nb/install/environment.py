@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ import pynvml
 
 from ..report.tables import Report, Table
 from ..shared import gpus
+from ..shared.answers import Progress
 from ..shared.version import __version__
 from .mpi_tools import find_tool, mpi_version
 
 OLDEST_PYTHON = (3, 11)
 PROBE_TIMEOUT_S = 60
+_TELLS_EVERY_S = 0.25
 BUILD_HOROVOD = "python -m gpumem_nb.install.horovod_build"
 BUILD_EXTENSION = "python -m gpumem_nb.memory.virtual_gpu.build"
 MARKS = {True: "ok", False: "missing", None: "n/a"}
@@ -84,14 +86,20 @@ class EnvironmentReport(Report):
         ]
 
 
-def check() -> EnvironmentReport:
-    """Look at everything the toolkit needs, in about the two seconds that importing torch in another process takes."""
+def check(progress: Progress = lambda what, done: None) -> EnvironmentReport:
+    """Look at everything the toolkit needs, in about the two seconds that importing torch in another process takes.
+
+    Args:
+        progress: told what is being waited for.
+    """
     with ThreadPoolExecutor() as pool:
         probe = pool.submit(probe_rank)
         mpi = pool.submit(check_mpi)
         devices = pool.submit(check_gpus)
         quick = [check_python(), check_package("ipyparallel", "9"), check_compiler()]
         lab = [check_package(name, oldest) for name, oldest in (("jupyterlab", "4.4"), ("ipywidgets", "8.1"))]
+        while wait([probe], _TELLS_EVERY_S).not_done:
+            progress("a process that imports what a rank does", 0.0)
         facts = probe.result()
         from_probe = [check_torch(facts), check_horovod(facts)]
         items = [quick[0], *from_probe, mpi.result(), *quick[1:], check_extension(facts), *devices.result(), *lab]

@@ -13,8 +13,9 @@ from ..kernel.logs import TARGETS
 from ..report.memory import VIEWS
 from ..session import current, latest
 from ..shared.allocator_settings import NAMES
-from ..ui.cells import progress_bar
+from ..ui.cells import progress_bar, say
 from .arguments import Offered, magic
+from .waiting import asked
 
 
 @magics_class
@@ -55,7 +56,7 @@ class LookingMagics(Magics):
             session.stop_logging(target)
         elif target:
             session.log_to(target, args.to)
-        print("\n".join(map(repr, session.logs)) or "Nothing is logged.")
+        say("\n".join(map(repr, session.logs)) or "Nothing is logged.")
 
     @magic()
     @argument(
@@ -74,13 +75,15 @@ class LookingMagics(Magics):
     )
     def hvd_memory(self, args: Namespace) -> Any:
         """Show live, reserved and device bytes of every rank, its limit, and what the peak is made of."""
-        if args.snapshot is not None:
-            return print(f"Written: {current().memory_snapshot(args.snapshot)} (for pytorch.org/memory_viz)")
-        if args.free:
-            return current().free()
-        if args.what_if is not None:
-            return current().allocator_what_if(*args.what_if)
-        report = current().memory(by=args.by, timeline=args.timeline)
+        session = current()
+        with asked("Measuring", session):
+            if args.snapshot is not None:
+                return say(f"Written: {session.memory_snapshot(args.snapshot)} (for pytorch.org/memory_viz)")
+            if args.free:
+                return session.free()
+            if args.what_if is not None:
+                return session.allocator_what_if(*args.what_if)
+            report = session.memory(by=args.by, timeline=args.timeline)
         if args.by or args.timeline:
             from ..ui.memory_figures import show_figures  # plotly takes long to import
 
@@ -91,7 +94,9 @@ class LookingMagics(Magics):
     @argument("--timeline", action="store_true", help="draw the latest step of every rank, part by part")
     def hvd_time(self, args: Namespace) -> Any:
         """Show where the time of a step goes on every rank: data, forward, backward, gradients, update."""
-        report = current().time(timeline=args.timeline)
+        session = current()
+        with asked("Measuring", session):
+            report = session.time(timeline=args.timeline)
         if report.lanes:
             from ..ui.figures import show_lanes  # plotly takes long to import
 

@@ -16,12 +16,13 @@ from ..planning import gpu_table
 from ..planning.fit import fits
 from ..planning.tuning.result import TuneResult
 from ..planning.tuning.space import TUNABLE
-from ..session import current
+from ..session import Session, current
 from ..shared.answers import Progress
-from ..shared.errors import GpumemError, InvalidInput
+from ..shared.errors import GpumemError, InvalidInput, NoSession
 from ..shared.workload import Workload
-from ..ui.cells import progress_bar
-from .arguments import Offered, intermixed, magic, pair, pairs, shell_of
+from ..ui.cells import progress_bar, say
+from .arguments import Offered, intermixed, magic, pair, shell_of
+from .waiting import asked, patient
 
 Found = TypeVar("Found")
 _OF_COLD = ("gpu", "memory", "ranks")  # flags that make no sense for the ranks at hand
@@ -32,9 +33,25 @@ def _name_or_pair(text: str) -> str | tuple[str, str]:
     return pair(text) if "=" in text else text
 
 
-def _goes_on(entry: str | tuple[str, str]) -> bool:
+def _goes_on(entry: tuple[str, str]) -> bool:
     """Return whether GPUs end with a comma, so that more of them were meant to follow."""
     return entry[0] == "gpu" and entry[1].endswith(",")
+
+
+def _check_commas(named: list[str], given: list[tuple[str, str]]) -> None:
+    """Refuse GPUs that are written with spaces between them."""
+    if any("," in name for name in named) or any(map(_goes_on, given)):
+        raise InvalidInput(
+            "GPUs are written without spaces around the commas between them, or in quotes: "
+            "%hvd_predict text-gpt --gpu T4-16GB,A100-40GB batch_size=16."
+        )
+
+
+def _running() -> Session | None:
+    """Return the session, if there is one."""
+    with suppress(NoSession):
+        return current()
+    return None
 
 
 def _answer(title: str, question: Callable[[Progress], Found]) -> Found:
@@ -62,45 +79,57 @@ class PlanningMagics(Magics):
         help="changes of the present settings; with NAME (a ready-made workload, or a variable that holds a Workload) "
         "no ranks are needed, and options of that workload are taken too",
     )
-    @argument("--gpu", type=Offered(gpu_table.names), help="with NAME: GPUs that need not be here, with commas between")
-    @argument("--memory", help="with NAME: the GPU's memory, such as 24GB, in place of what the table says")
-    @argument("--ranks", type=int, help="with NAME: how many ranks train together")
+    @argument(
+        "--gpu",
+        type=Offered(gpu_table.names),
+        help="GPUs that need not be here, with commas between; without NAME for what is loaded or attached",
+    )
+    @argument("--memory", help="of such a GPU, as 24GB, in place of what the table says")
+    @argument("--ranks", type=int, help="how many ranks train together there; by default as many as here, or 1")
     @argument("--largest-batch", action="store_true", help="the largest batch_size that fits every rank with them")
     @argument("--score", action="store_true", help="what was predicted so far beside what came")
     def hvd_predict(self, args: Namespace) -> Any:
         """Say what other settings would need and whether they fit, from small steps that are undone."""
         named = [entry for entry in args.pairs if isinstance(entry, str)]
-        given = {name: value for name in _OF_COLD if (value := getattr(args, name)) is not None}
         if args.score:
             return current().score()
-        if named or given:
-            return self._cold(named, given, args)
-        if args.largest_batch:
-            return current().largest_batch(**pairs(args))
-        session = current()
-        said = session.predict(**pairs(args))
+        flags = {name: value for name in _OF_COLD if (value := getattr(args, name)) is not None}
+        pairs_given = [entry for entry in args.pairs if not isinstance(entry, str)]
+        if named or flags or any(name in _OF_COLD for name, _ in pairs_given):
+            _check_commas(named, [("gpu", args.gpu or ""), *pairs_given])
+            return self._elsewhere(named, dict(pairs_given) | flags, args.largest_batch)
+        session, knobs = current(), dict(pairs_given)
+        with asked("Predicting", session):
+            if args.largest_batch:
+                return session.largest(**knobs)
+            said = session.predict(**knobs)
         return said if fits(said) else _answer("What would fit", lambda progress: session.instead(said, progress))
 
-    def _cold(self, named: list[str], given: dict[str, Any], args: Any) -> Any:
-        if any("," in name for name in named) or any(
-            _goes_on(entry) for entry in (("gpu", args.gpu or ""), *args.pairs)
-        ):
+    def _elsewhere(self, named: list[str], knobs: dict[str, Any], largest: bool) -> Any:
+        """Predict for GPUs that need not be here: what is named, or what is loaded."""
+        session = None if named else _running()
+        if len(named) > 1 or (not named and session is None):
             raise InvalidInput(
-                "GPUs are written without spaces around the commas between them, or in quotes: "
-                "%hvd_predict text-gpt --gpu T4-16GB,A100-40GB batch_size=16."
+                "Name a workload, or load one on ranks first, for example: %hvd_predict text-gpt --gpu "
+                "T4-16GB,A100-40GB batch_size=16."
             )
-        if len(named) != 1 or args.largest_batch:
-            what = "--largest-batch is for loaded workloads; several GPUs show it too" if named else "Name a workload"
-            raise InvalidInput(f"{what}, for example: %hvd_predict text-gpt --gpu T4-16GB,A100-40GB batch_size=16.")
-        own = shell_of(self).user_ns.get(named[0])
-        args.pairs.remove(named[0])
-        knobs: dict[str, Any] = given | pairs(args)
+        if largest:
+            raise InvalidInput(
+                "--largest-batch is for the ranks that run here; a table of GPUs shows it too, for example: "
+                f"%hvd_predict {' '.join([*named, '--gpu'])} T4-16GB,A100-40GB."
+            )
         if str(knobs.get("ranks", "")).isdecimal():
             knobs["ranks"] = int(knobs["ranks"])
+        if isinstance(gpus := knobs.get("gpu"), str):
+            knobs["gpu"] = [name.strip() for name in gpus.split(",")]  # for one as for several: a table
+        if session:
+            with patient("Predicting", measured=True) as progress:
+                return session.predict(progress=progress, **knobs)
         if "workload" in knobs:
             raise InvalidInput(
                 f"workload={knobs['workload']} cannot be used: the workload is named already, {named[0]}. Name one."
             )
+        own = shell_of(self).user_ns.get(named[0])
         return predict(own if isinstance(own, Workload) else named[0], **knobs)
 
     @magic()
@@ -124,7 +153,9 @@ class PlanningMagics(Magics):
     @magic()
     def hvd_what_if(self, args: Namespace) -> Any:
         """Show what every single flip from here would need, side by side."""
-        return current().what_if()
+        session = current()
+        with patient("What if", measured=True) as progress:
+            return session.what_if(progress=progress)
 
     @magic()
     def hvd_what_fits(self, args: Namespace) -> Any:
@@ -189,4 +220,4 @@ class PlanningMagics(Magics):
 
 
 def _say_how_to_apply(result: TuneResult, why_not: str) -> None:
-    print(f"Nothing was applied: {why_not} To apply it: %hvd_set {result.typed}")
+    say(f"Nothing was applied: {why_not} To apply it: %hvd_set {result.typed}")

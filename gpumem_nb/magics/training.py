@@ -16,8 +16,9 @@ from ..report.runs.record import FIGURES
 from ..session import current, latest
 from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
-from ..ui.cells import progress_bar
+from ..ui.cells import progress_bar, say
 from .arguments import Offered, magic, pair, pairs, plain, words_of
+from .waiting import asked
 
 
 def _with_note(magic: Callable[..., Any], line: str) -> Namespace:
@@ -40,7 +41,7 @@ class TrainingMagics(Magics):
         knobs = pairs(args)
         if not knobs:
             lines = (f"settings: {session.settings}", f"what the session does by itself: {session.policy}")
-            print(
+            say(
                 "\n".join(
                     textwrap.fill(line, 72, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
                     for line in lines
@@ -51,12 +52,12 @@ class TrainingMagics(Magics):
         wanted = settings.replace(**{name: value for name, value in knobs.items() if name in KNOBS})
         session.set(**knobs)
         if wanted != settings:
-            print(f"This {mathematics(settings, wanted, session.splits)}.")
+            say(f"This {mathematics(settings, wanted, session.splits)}.")
         changes = [arrows(settings, session.settings), arrows(policy, session.policy)]
-        print("\n".join(filter(None, changes)) or "No change: already set.")
+        say("\n".join(filter(None, changes)) or "No change: already set.")
         foreseen = session.foreseen()
         if foreseen and foreseen.refusal:
-            print(f"It was predicted that this {foreseen.refusal}.")
+            say(f"It was predicted that this {foreseen.refusal}.")
 
     @magic()
     @argument("steps", nargs="?", type=int, default=100, help="optimizer steps (100)")
@@ -80,7 +81,9 @@ class TrainingMagics(Magics):
     @magic()
     def hvd_eval(self, args: Namespace) -> Any:
         """Show loss and metrics on the validation data; %hvd_set eval_every=100 does it every 100 steps."""
-        return current().evaluate()
+        session = current()
+        with asked("Evaluating", session):
+            return session.evaluate()
 
     @magic(read=_with_note)
     @argument("--sort", metavar="COLUMN", type=Offered((*FIGURES, *KNOBS)), help="by a figure or a knob")
@@ -104,10 +107,10 @@ class TrainingMagics(Magics):
         if args.pin or args.unpin:
             session.pin(args.pin)
         if args.load:
-            print(session.load_runs(args.load))
+            say(session.load_runs(args.load))
         if len(note) == 1:
             run = session.runs[_number(note[0])]
-            return print(run.note or f"There is no note on run {run.number}.")
+            return say(run.note or f"There is no note on run {run.number}.")
         if note:
             session.runs.note(_number(note[0]), " ".join(note[1:]))
         if args.compare:

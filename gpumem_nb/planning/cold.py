@@ -4,110 +4,31 @@ from __future__ import annotations
 
 import linecache
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ..report.tables import Report, Table
+from ..report.differences import NOT_KNOWN
+from ..shared.answers import Progress
 from ..shared.errors import InvalidInput, nearest
-from ..shared.forecast import DryAnswer, DryRun, Target
+from ..shared.forecast import DryRun, OnGpu, Target
 from ..shared.knobs import KNOBS, additional
 from ..shared.knobs.communication import fusion_bytes
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, parse_size
-from ..shared.workload import Workload
+from ..shared.workload import Splits, Workload
 from ..workloads import catalog
 from . import dry_process, gpu_table
+from .cold_table import ColdPredictions
 from .fit import predicted
 from .gpu_table import Gpu
-from .prediction import FITS, Prediction
+from .prediction import Prediction
 
 GENERIC = "A100-40GB"
 """The GPU whose kernels are assumed if none is named."""
 
-_FIXED, _UNKNOWN = "fixed by the data", "not known"
-
 FUSION_MIB = 128
 """Horovod's fusion buffer, from torch's allocator: the default of HOROVOD_FUSION_THRESHOLD (operations.cc)."""
-
-
-@dataclass(frozen=True, repr=False)
-class ColdPredictions(Report):
-    """Predictions of the same steps on several GPUs.
-
-    Attributes:
-        by_gpu: a prediction for each GPU, in the order in which they were named.
-        largest: the largest ``batch_size`` that surely fits each; 0 if none does, ``None`` if the data says it, or it
-            is not known.
-        slow: GPUs on which the settings would be slow, and why, in words.
-        unknown: why the largest ``batch_size`` is not known, as a sentence, for those GPUs of which it is not.
-        seconds: what predicting took.
-    """
-
-    by_gpu: Mapping[str, Prediction]
-    largest: Mapping[str, int | None]
-    unknown: Mapping[str, str]
-    seconds: float
-    slow: Mapping[str, str] = field(default_factory=dict)
-
-    def __getitem__(self, gpu: str) -> Prediction:
-        by_key = {gpu_table.key_of(name): one for name, one in self.by_gpu.items()}
-        if (found := by_key.get(gpu_table.key_of(gpu))) is None:
-            raise InvalidInput(f"{gpu!r} was not asked for. There are {', '.join(self.by_gpu)}.")
-        return found
-
-    @property
-    def fitting(self) -> tuple[str, ...]:
-        """The GPUs on which it fits."""
-        return tuple(gpu for gpu, one in self.by_gpu.items() if one.verdict == FITS)
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        """A row for each GPU."""
-        return [
-            {
-                "gpu": gpu,
-                **one.columns,
-                "device_bytes": one.device_bytes,
-                "largest_batch": self.largest[gpu],
-            }
-            for gpu, one in self.by_gpu.items()
-        ]
-
-    @property
-    def shown(self) -> list[Table | str]:
-        """Return the table and the sentences below it."""
-        return [self._table, *self._notes]
-
-    @property
-    def _notes(self) -> list[str]:
-        gpus: dict[str, list[str]] = {}
-        for gpu, why in self.unknown.items():
-            gpus.setdefault(why, []).append(gpu)
-        notes = [f"Largest batch of {', '.join(those)} not known: {why}" for why, those in gpus.items()]
-        return notes + [f"{why}." for why in self.slow.values()]
-
-    def _largest_text(self, gpu: str) -> str:
-        if gpu in self.unknown:
-            return _UNKNOWN
-        return _FIXED if self.largest[gpu] is None else str(self.largest[gpu] or "none")
-
-    @property
-    def _table(self) -> Table:
-        rows = tuple(
-            (
-                gpu,
-                one.verdict,
-                format_bytes(one.reserved_peak_bytes),
-                f"{format_bytes(one.low_bytes)} to {format_bytes(one.high_bytes)}",
-                format_bytes(one.limit_bytes),
-                self._largest_text(gpu),
-            )
-            for gpu, one in self.by_gpu.items()
-        )
-        size = next(iter(self.by_gpu.values())).settings.batch_size
-        headings = ("GPU", "verdict", "reserved", "95 %", "may be reserved", "largest batch")
-        return Table(f"Which GPU fits batch_size={size}?", headings, rows, frozenset({"GPU", "verdict"}))
 
 
 def predict(
@@ -116,6 +37,7 @@ def predict(
     gpu: str | Sequence[str] | None = None,
     memory: str | int | None = None,
     ranks: int = 1,
+    progress: Progress = lambda what, done: None,
     **knobs: Any,
 ) -> Prediction | ColdPredictions:
     """Return what training a workload would need on GPUs that need not be here; see :func:`gpumem_nb.predict`.
@@ -124,9 +46,36 @@ def predict(
         InvalidInput: an unknown workload, option, knob or GPU, or a value that cannot be used.
         WorkloadError: the workload cannot be run without memory; says which operator and which line of it.
     """
-    began_s = time.perf_counter()
     made, own_knobs = _workload(workload, knobs)
     settings = _settings(made, own_knobs)
+    adapts = "batch_size" not in own_knobs
+    return of_packed(lambda: _pickled(made), settings, gpu, memory, ranks, progress, adapts)
+
+
+def of_packed(
+    pack: Callable[[], bytes],
+    settings: Settings,
+    gpu: str | Sequence[str] | None,
+    memory: str | int | None,
+    ranks: int,
+    progress: Progress,
+    adapts: bool = False,
+    splits: Splits = NOT_KNOWN,
+) -> Prediction | ColdPredictions:
+    """Return the same of what a dry run is given.
+
+    Args:
+        pack: gives that, in a pickle; called once everything else was found to be in order.
+        settings: to predict.
+        gpu, memory, ranks, progress: as :func:`gpumem_nb.predict` has them.
+        adapts: whether a batch size that the data brings comes before that of the settings.
+        splits: what is known of training its micro-batches in parts.
+
+    Raises:
+        InvalidInput, WorkloadError: as :func:`predict`.
+    """
+    began_s = time.perf_counter()
+    _check_additional(settings)
     gpus = _gpus(gpu)
     capacity = None if memory is None else parse_size(memory)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
@@ -135,16 +84,28 @@ def predict(
     settings.check_together(ranks)
     asked = {one.name: _asked(one, capacity, ranks, known, settings.fusion_threshold_mib) for one in gpus}
     several = known and len(gpus) + (not isinstance(gpu, str)) > 1
-    adapts = "batch_size" not in own_knobs
-    answer = dry_process.ask(DryRun(_pickled(made), settings, asked, several, adapts, ranks, _sources()))
+    answer = dry_process.ask(DryRun(pack(), settings, asked, several, adapts, ranks, _sources()), progress)
     seconds = time.perf_counter() - began_s
-    by_gpu = {one.name: _prediction(answer, one, asked[one.name], ranks, known, seconds) for one in gpus}
-    if several:
-        largest = {name: answer.of[name].largest for name in by_gpu}
-        unknown = {name: why for name in by_gpu if (why := answer.of[name].unknown)}
-        slow = {one.name: why for one in gpus if (why := _slow(one, answer.settings))}
-        return ColdPredictions(by_gpu, largest, unknown, seconds, slow)
-    return by_gpu[gpus[0].name]
+
+    def predicted_on(one: Gpu, settings: Settings, found: OnGpu) -> Prediction:
+        said = _prediction(found, settings, one, asked[one.name], ranks, known, seconds)
+        return replace(said, splits=splits)
+
+    by_gpu = {one.name: predicted_on(one, answer.settings, answer.of[one.name]) for one in gpus}
+    if not several:
+        return by_gpu[gpus[0].name]
+    return ColdPredictions(
+        by_gpu,
+        {name: answer.of[name].largest for name in by_gpu},
+        {name: why for name in by_gpu if (why := answer.of[name].unknown)},
+        seconds,
+        {one.name: why for one in gpus if (why := _slow(one, answer.settings) or _narrow(one, answer.settings))},
+        {
+            one.name: tuple(predicted_on(one, other.settings, other.of) for other in lighter)
+            for one in gpus
+            if (lighter := answer.of[one.name].lighter) is not None
+        },
+    )
 
 
 def _workload(workload: str | Workload, knobs: dict[str, Any]) -> tuple[Workload, dict[str, Any]]:
@@ -167,7 +128,10 @@ def _workload(workload: str | Workload, knobs: dict[str, Any]) -> tuple[Workload
 
 def _settings(workload: Workload, knobs: dict[str, Any]) -> Settings:
     own = {"optimizer": "own"} if workload.optimizer and "optimizer" not in knobs else {}
-    settings = Settings().replace(**own, **knobs)
+    return Settings().replace(**own, **knobs)
+
+
+def _check_additional(settings: Settings) -> None:
     for knob in additional():
         if getattr(settings, knob.name) != knob.default:
             raise InvalidInput(
@@ -175,7 +139,6 @@ def _settings(workload: Workload, knobs: dict[str, Any]) -> Settings:
                 "that was registered here does to memory is not known. Leave it out, or start ranks (%hvd_start) and "
                 "predict there."
             )
-    return settings
 
 
 def _gpus(gpu: str | Sequence[str] | None) -> list[Gpu]:
@@ -218,16 +181,17 @@ def _asked(gpu: Gpu, capacity: int | None, ranks: int, known: bool, fusion_mib: 
     return Target(gpu.kernels, held, limit, error, gpu.convolution_bytes)
 
 
-def _prediction(answer: DryAnswer, gpu: Gpu, asked: Target, ranks: int, known: bool, seconds: float) -> Prediction:
-    found = answer.of[gpu.name]
+def _prediction(
+    found: OnGpu, settings: Settings, gpu: Gpu, asked: Target, ranks: int, known: bool, seconds: float
+) -> Prediction:
     estimated = ", with estimates of its memory or its libraries" if known and gpu.estimated else ""
     where = f"for {gpu.name}{estimated}" if known else f"with kernels as on {gpu.name}"
     basis = f"{found.forecast.how} {where}: from {found.how}"
-    if known and (slow := _slow(gpu, answer.settings)):
+    if known and (slow := _slow(gpu, settings)):
         basis += f"; {slow}"
     device = gpu.beside(ranks)[0] + asked.convolution_bytes * found.convolves if known else None
     error = asked.limit_error_bytes
-    return predicted(found.forecast, answer.settings, found.limit_bytes, device, basis, seconds, error)
+    return predicted(found.forecast, settings, found.limit_bytes, device, basis, seconds, error)
 
 
 def _slow(gpu: Gpu, settings: Settings) -> str:
@@ -239,6 +203,14 @@ def _slow(gpu: Gpu, settings: Settings) -> str:
         f"{gpu.name} has no arithmetic for bf16 (compute capability {major}.{minor}, it came with 8.0), so expect it "
         "to be slower than fp32: precision=fp16 is what that GPU has"
     )
+
+
+def _narrow(gpu: Gpu, settings: Settings) -> str:
+    """Return that a GPU does not compute in bf16, where that may yet be tried; empty if it does."""
+    if settings.precision == "fp16" or gpu.kernels.ampere:
+        return ""
+    major, minor = gpu.capability
+    return f"{gpu.name} has no bf16 (compute capability {major}.{minor}, it came with 8.0): there 16 bits are fp16"
 
 
 def _pickled(workload: Workload) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import resource
@@ -15,6 +16,7 @@ from contextlib import suppress
 from typing import IO
 
 from ..cluster.interrupts import shielded
+from ..shared.answers import Progress
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.forecast import SEARCH_S, DryAnswer, DryRun
 from ..shared.units import format_bytes
@@ -22,14 +24,19 @@ from ..shared.units import format_bytes
 MOST_BYTES = 4 * 2**30
 """Of data that the process may have; torch alone maps a part of them without using it."""
 TIMEOUT_S = 600
-_LOOKS_EVERY_S = 0.01
+_LOOKS_EVERY_S, _TELLS_EVERY_S = 0.01, 0.25
+_FIRST = "a step without memory"
 _MODULE = "gpumem_nb.engine.dry"
 
 
-def ask(question: DryRun) -> DryAnswer:
+def ask(question: DryRun, progress: Progress = lambda what, done: None) -> DryAnswer:
     """Take dry steps in a new process, which is gone when this returns, however it returns, with all that it started.
 
     The last answer that is whole counts, whatever became of the process after it.
+
+    Args:
+        question: what is asked for.
+        progress: told what is being looked for.
 
     Raises:
         InvalidInput: what was asked for cannot be used with this workload.
@@ -50,12 +57,11 @@ def ask(question: DryRun) -> DryAnswer:
         )
         try:
             _tell(process, pickle.dumps(question))
-            in_time = _ends_in_time(process, answered.fileno())
+            in_time = _ends_in_time(process, answered, progress)
         finally:
             with shielded():  # from a second interrupt
                 _end(process)
-        answered.seek(0)
-        answer = _last_whole(answered)
+        answer = _last_whole(answered.fileno())
         if answer is None and not in_time:
             raise WorkloadError(
                 f"The dry run took longer than {TIMEOUT_S} s and was ended. Predict a smaller model, or start ranks "
@@ -78,25 +84,32 @@ def _tell(process: subprocess.Popen[bytes], question: bytes) -> None:
             rest = rest[stdin.write(rest) :]
 
 
-def _last_whole(answered: IO[bytes]) -> DryAnswer | None:
-    """Return the last of the answers that is not cut off."""
+def _last_whole(answered: int) -> DryAnswer | None:
+    """Return the last of the answers that is not cut off. The process writes on behind what is there."""
     answer: DryAnswer | None = None
+    written = io.BytesIO(os.pread(answered, os.fstat(answered).st_size, 0))
     with suppress(EOFError, pickle.UnpicklingError):
         while True:
-            answer = pickle.load(answered)
+            answer = pickle.load(written)
     return answer
 
 
-def _ends_in_time(process: subprocess.Popen[bytes], answered: int) -> bool:
+def _ends_in_time(process: subprocess.Popen[bytes], answered: IO[bytes], progress: Progress) -> bool:
     """Return whether the process ends in time, which is less once it has answered something.
 
     It is not waited for, so its number and its group stay its own.
     """
-    until_s, has_answered = time.monotonic() + TIMEOUT_S, False
+    until_s, seen, said, tell_s = time.monotonic() + TIMEOUT_S, 0, (_FIRST, 0.0), 0.0
     with suppress(ChildProcessError):  # other code has waited for it
         while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if not has_answered and os.fstat(answered).st_size:
-                until_s, has_answered = min(until_s, time.monotonic() + SEARCH_S), True
+            if (size := os.fstat(answered.fileno()).st_size) > seen:
+                until_s = until_s if seen else min(until_s, time.monotonic() + SEARCH_S)
+                seen = size
+                if answer := _last_whole(answered.fileno()):
+                    said = answer.next
+            if time.monotonic() > tell_s:
+                progress(*said)
+                tell_s = time.monotonic() + _TELLS_EVERY_S
             if time.monotonic() > until_s:
                 return False
             time.sleep(_LOOKS_EVERY_S)

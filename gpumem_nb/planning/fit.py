@@ -19,9 +19,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
+from ..report.tables import Words
 from ..shared.categories import OTHER
-from ..shared.forecast import BY_OPERATORS, ERRORS, SEGMENT_BYTES, Forecast, Forecasts
+from ..shared.forecast import BY_OPERATORS, ERRORS, MOST_BATCH, SEGMENT_BYTES, Forecast, Forecasts
 from ..shared.settings import Settings
+from ..shared.units import format_bytes
 from .prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
 
 _SEVERITY = (NO_LIMIT, FITS, TIGHT, DOES_NOT_FIT)
@@ -252,19 +254,33 @@ def _widened(one: Prediction, missed: Missed) -> Prediction:
     )
 
 
-@dataclass(frozen=True)
-class Largest:
+@dataclass(frozen=True, repr=False)
+class Largest(Words):
     """The largest micro-batch that fits.
 
     Attributes:
         size: its samples; 0 if none fits.
         predicted: what was found of it, or of the smallest that was asked about where none fits.
         unknown: why it cannot be said whether any fits, as a clause; else empty.
+        most: samples for a micro-batch that there are.
     """
 
     size: int
     predicted: Prediction
     unknown: str = ""
+    most: int = MOST_BATCH
+
+    def __str__(self) -> str:
+        one = self.predicted
+        needs = f"live peak {one.in_words(one.live_peak_bytes)}, reserved {one.in_words(one.reserved_peak_bytes)}"
+        of_limit = f" of {format_bytes(one.limit_bytes)}" if one.limit_bytes is not None else ""
+        if self.unknown:
+            return f"Whether any micro-batch fits cannot be said: {self.unknown}."
+        if not self.size:
+            return f"Not even batch_size=1 fits: {needs}{of_limit}."
+        bounds = f" ({format_bytes(one.low_bytes)} to {format_bytes(one.high_bytes)})"
+        ends = "; an epoch has no more samples for a step" if self.size >= self.most else ""
+        return f"batch_size={self.size} is the largest that fits every rank: {needs}{of_limit}{bounds}{ends}."
 
 
 def largest(sure: int, likely: int, most: int) -> Generator[int, Prediction, Largest]:
@@ -282,7 +298,7 @@ def largest(sure: int, likely: int, most: int) -> Generator[int, Prediction, Lar
     while True:
         said = yield size
         if _holds(said, size):
-            found = Largest(size, said)
+            found = Largest(size, said, most=most)
         else:
             too_large, failed = size, failed + 1
         at_least = found.size if found else 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any
 
 from ..report.differences import NOT_KNOWN, mathematics
 from ..report.instead import Instead
+from ..report.tables import Words
 from ..shared.settings import Settings
 from ..shared.units import format_bytes, format_rate
 from ..shared.workload import Splits
@@ -19,8 +19,8 @@ NO_LIMIT = "n/a"
 TIME_ERROR = 0.05  # of a step's time, beyond how much the steps that were timed differ
 
 
-@dataclass(frozen=True)
-class Prediction:
+@dataclass(frozen=True, repr=False)
+class Prediction(Words):
     """The predicted memory of a step under these settings, in bytes, on the rank that has least room for it.
 
     Whether it fits is decided in ``planning/fit.py`` and nowhere else.
@@ -151,8 +151,3 @@ class Prediction:
             low_samples_per_s=samples / max(slowest) * (1 - TIME_ERROR),
             high_samples_per_s=samples / min(slowest) * (1 + TIME_ERROR),
         )
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"

@@ -48,17 +48,33 @@ class ProgressBar:
         stream: where to draw; each text that is written replaces the one before it, where that can be.
         rewrites: whether the stream replaces what was written before; otherwise only a new thing to wait for is drawn.
         measured: whether it is known how much is done; otherwise only the time is shown.
+        patience_s: nothing is drawn before that, or at all where the work ends by then.
     """
 
-    def __init__(self, title: str, stream: TextIO | io.TextIOBase, rewrites: bool, measured: bool = True) -> None:
+    def __init__(
+        self,
+        title: str,
+        stream: TextIO | io.TextIOBase,
+        rewrites: bool,
+        measured: bool = True,
+        patience_s: float = 0.0,
+    ) -> None:
         self._title = title
         self._stream = stream
         self.rewrites = rewrites
         self._began_s = time.monotonic()
+        self._patience_s = patience_s
         self._what = ""
         parts = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}" if measured else "{desc}: {elapsed}{postfix}"
         self._meter = _Meter(
-            total=1.0, desc=title, bar_format=parts, file=stream, leave=False, position=0, dynamic_ncols=True
+            total=1.0,
+            desc=title,
+            bar_format=parts,
+            file=stream,
+            leave=False,
+            position=0,
+            dynamic_ncols=True,
+            delay=patience_s,
         )
 
     @property
@@ -68,6 +84,8 @@ class ProgressBar:
 
     def __call__(self, what: str, done: float) -> None:
         """Draw what is being waited for (empty: as before), and how much is done (0 to 1)."""
+        if self.elapsed_s < self._patience_s:
+            return
         news = bool(what) and what != self._what
         if news:
             self._what = what
@@ -84,6 +102,8 @@ class ProgressBar:
     def end(self, failed: bool) -> None:
         """Leave a line in place of the bar: how long the work took, or what was under way when it failed."""
         self._meter.close()
+        if self.elapsed_s < self._patience_s:
+            return
         took = _duration(self.elapsed_s)
         at = f", while {self._what}" if self._what else ""
         self._stream.write(f"{self._title}: {f'failed after {took}{at}' if failed else f'done in {took}'}\n")
@@ -101,10 +121,10 @@ def shown(bar: ProgressBar) -> Iterator[ProgressBar]:
     bar.end(failed=False)
 
 
-def text_bar(title: str, stream: TextIO, measured: bool = True) -> ProgressBar:
+def text_bar(title: str, stream: TextIO, measured: bool = True, patience_s: float = 0.0) -> ProgressBar:
     """Return a bar in a terminal, or lines in a log."""
     in_place = stream.isatty()
-    return ProgressBar(title, stream if in_place else Lines(stream), in_place, measured)
+    return ProgressBar(title, stream if in_place else Lines(stream), in_place, measured, patience_s)
 
 
 def left_s(done: float | None, elapsed_s: float, estimate_s: float | None) -> float | None:

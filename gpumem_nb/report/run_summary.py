@@ -16,10 +16,11 @@ from ..shared.settings import Settings
 from ..shared.step_times import UNKNOWN
 from ..shared.units import format_bytes, format_rate
 from .speed import Speed
+from .tables import Words
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluation(Words):
     """The model's results on the validation data.
 
     Attributes:
@@ -77,8 +78,6 @@ class Evaluation:
             f"({self.samples:,} samples in {self.seconds:.1f} s, live peak {format_bytes(self.live_peak_bytes)})"
         )
 
-    __repr__ = __str__
-
 
 def _total(values: Iterable[float]) -> float:
     """Return the sum; not a number where ranks have infinite ones of both signs, of which fsum makes an error."""
@@ -92,7 +91,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class Run:
+class Run(Words):
     """The measurements of one stretch of training; printed, it sums up these steps and no others.
 
     Attributes:
@@ -142,8 +141,6 @@ class Run:
         ranks = len({sample.rank for sample in self._done})
         measured = f"{_count(self.steps, 'step')} on {_count(ranks, 'rank')}: {measured_by(self._done)}."
         return "\n".join([measured, *map(str, self.evaluations[-1:]), *self.notes])
-
-    __repr__ = __str__
 
 
 def measured_by(samples: Sequence[Sample], peak_bytes: int | None = None) -> str:

@@ -1,10 +1,14 @@
-"""Reports: tables and sentences as text for a terminal, as HTML for notebooks and pages, and as data."""
+"""Reports: tables and sentences as text for a terminal, as HTML for notebooks and pages, and as data.
+
+However narrow a notebook is, HTML made here breaks no word, and no command that is to be typed: what is wider scrolls.
+"""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
 from itertools import groupby, zip_longest
@@ -19,9 +23,19 @@ _TABLE_STYLE = (
     "border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 4px 0 8px"
 )
 _CAPTION_STYLE = "color: var(--jp-ui-font-color1, inherit); text-align: left; font-weight: 600; padding: 4px 8px"
-_CELL_STYLE = "padding: 2px 8px; border-bottom: 1px solid var(--jp-border-color2, currentColor); white-space: pre-line"
+_CELL_STYLE = "padding: 2px 8px; border-bottom: 1px solid var(--jp-border-color2, currentColor)"
 _LONG = 32  # characters
-_NOTE_STYLE = "color: var(--jp-ui-font-color2, inherit); margin: 4px 8px"
+# Said explicitly, because notebooks have rules of their own: JupyterLab breaks printed words anywhere.
+_WHOLE_WORDS = "word-break: normal; overflow-wrap: normal; hyphens: manual"
+_SCROLLS = f"overflow-x: auto; max-width: 100%; {_WHOLE_WORDS}"
+_NOTE_STYLE = f"color: var(--jp-ui-font-color2, inherit); margin: 4px 8px; {_SCROLLS}"
+_WORDS_STYLE = f"margin: 0; white-space: pre-wrap; {_SCROLLS}"
+_COMMAND_STYLE = "white-space: nowrap"
+
+# A command with its arguments, and knobs with their values: without the full stop or bracket that comes after them.
+_PAIR = r"[A-Za-z_]\w*=[^\s;()]*[^\s.,:;()…]"
+_ARGUMENT = rf"(?:{_PAIR}|--?[a-z][\w-]*|\d+|[A-Z]{{2,}}|[\w.~/-]*[\d./-][\w.,~/-]*\w)"
+_COMMAND = re.compile(rf"%{{1,2}}(?:hvd_\w+|hvd|env)\b(?: {_ARGUMENT}(?![\w…]))*|(?<![\w.]){_PAIR}(?: {_PAIR})*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +72,12 @@ class Table:
             for name, style in self._cells(self.headings, scrolls)
         )
         lines = [
-            "".join(f"<td style='{style}'>{escape(cell)}</td>" for cell, style in self._cells(row, scrolls))
+            "".join(f"<td style='{style}'>{marked(cell)}</td>" for cell, style in self._cells(row, scrolls))
             for row in self.rows
         ]
         body = "".join(f"<tr>{line}</tr>" for line in lines)
-        return f"<table style='{_TABLE_STYLE}'>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-    @property
-    def unbroken(self) -> Table:
-        """The same with figures that are not broken where they have spaces."""
-        rows = (zip(self.headings, row, strict=True) for row in self.rows)
-        nbsp = "\u00a0"
-        return replace(
-            self,
-            rows=tuple(
-                tuple(cell if name in self.words else cell.replace(" ", nbsp) for name, cell in row) for row in rows
-            ),
-        )
+        table = f"<table style='{_TABLE_STYLE}'>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return table if scrolls else f"<div style='{_SCROLLS}'>{table}</div>"
 
     def _hint(self, heading: str) -> str:
         return f" title='{escape(self.hints[heading])}'" if heading in self.hints else ""
@@ -86,7 +89,8 @@ class Table:
     def _cells(self, row: tuple[str, ...], scrolls: bool) -> Iterator[tuple[str, str]]:
         """Yield each cell with its style."""
         for cell, heading in zip(row, self.headings, strict=True):
-            style = f"text-align: {'left' if heading in self.words else 'right'}; {_CELL_STYLE}"
+            aligned = "left; white-space: pre-line" if heading in self.words else "right; white-space: pre"
+            style = f"text-align: {aligned}; {_CELL_STYLE}"
             if scrolls and len(cell) > _LONG:
                 style += f"; min-width: {_LONG / 2:g}em"  # beside many columns it would become one word wide
             if colour := self.colours.get((heading, cell)):
@@ -99,9 +103,35 @@ def _lines(row: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     return zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
 
 
+def marked(text: str) -> str:
+    """Return text as HTML, in which commands and settings that are to be typed stay on one line each."""
+    parts, end = list[str](), 0
+    for found in _COMMAND.finditer(text):
+        parts += escape(text[end : found.start()]), f"<code style='{_COMMAND_STYLE}'>{escape(found[0])}</code>"
+        end = found.end()
+    return "".join([*parts, escape(text[end:])])
+
+
 def notes_html(sentences: Sequence[str]) -> str:
     """Sentences under a table."""
-    return "".join(f"<p style='{_NOTE_STYLE}'>{escape(sentence)}</p>" for sentence in sentences)
+    return "".join(f"<p style='{_NOTE_STYLE}'>{marked(sentence)}</p>" for sentence in sentences)
+
+
+def words_html(text: str) -> str:
+    """Lines of text as a notebook prints them, but for whole words."""
+    return f"<pre style='{_WORDS_STYLE}'>{marked(text)}</pre>"
+
+
+class Words:
+    """What is shown as it reads: its ``__str__``, in a notebook with whole words."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return words_html(str(self))
 
 
 class Report(ABC):

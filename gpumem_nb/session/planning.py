@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from ..kernel.lifecycle import Lifecycle
 from ..kernel.questions.doctoring import Doctoring
+from ..kernel.questions.elsewhere import Elsewhere
 from ..kernel.questions.fitting import Fitting
 from ..kernel.questions.instead import FindingInstead
 from ..kernel.questions.tuning import Tuning
+from ..planning.cold_table import ColdPredictions
 from ..planning.doctor.checklist import Checklist
 from ..planning.doctor.finding import Diagnosis
-from ..planning.fit import fits
+from ..planning.fit import Largest, fits
 from ..planning.prediction import Prediction
 from ..planning.score import Scoreboard
 from ..planning.tuning.result import TuneResult
@@ -28,16 +30,51 @@ class PredictsSettings:
 
     _life: Lifecycle
 
-    def predict(self, /, **knobs: Any) -> Prediction:
+    @overload
+    def predict(
+        self,
+        /,
+        *,
+        gpu: str | Sequence[str],
+        memory: str | int | None = None,
+        ranks: int | None = None,
+        progress: Progress = lambda what, done: None,
+        **knobs: Any,
+    ) -> Prediction | ColdPredictions: ...
+
+    @overload
+    def predict(self, /, **knobs: Any) -> Prediction: ...
+
+    def predict(
+        self,
+        /,
+        *,
+        gpu: str | Sequence[str] | None = None,
+        memory: str | int | None = None,
+        ranks: int | None = None,
+        progress: Progress = lambda what, done: None,
+        **knobs: Any,
+    ) -> Prediction | ColdPredictions:
         """Return what the present settings with these changes would need, and whether it fits the rank with least room.
 
-        Found by small steps on all ranks that are undone; training goes on afterwards.
+        Found by small steps on all ranks that are undone; training goes on afterwards. With one of the three arguments
+        below it is found without ranks, from the model as it is now, for GPUs that need not be here; see
+        :func:`gpumem_nb.predict`.
+
+        Args:
+            gpu: their names, as :func:`gpumem_nb.predict` has them.
+            memory: of each, in place of what the table says.
+            ranks: how many train together there; by default as many as here.
+            progress: told what is being looked for.
+            **knobs: what to change.
 
         Raises:
-            InvalidInput: an unknown knob, or a value that cannot be used with what is loaded.
-            WorkloadError: nothing is loaded, or a small step failed.
+            InvalidInput: an unknown knob or GPU, or a value that cannot be used with what is loaded.
+            WorkloadError: nothing is loaded, a small step failed, or what is loaded cannot be run without memory.
         """
-        return self._life.cluster.predicting.predict(knobs)
+        if gpu is None and memory is None and ranks is None:
+            return self._life.cluster.predicting.predict(knobs)
+        return Elsewhere(self._life.cluster).predict(knobs, gpu, memory, ranks, progress)
 
     def instead(self, predicted: Prediction, progress: Progress = lambda what, done: None) -> Prediction:
         """Return a prediction with what to train with in its place, in ``.instead``; the same where it fits.
@@ -66,6 +103,18 @@ class PredictsSettings:
             WorkloadError: as :meth:`predict`.
         """
         return self._life.cluster.predicting.largest_batch(knobs)
+
+    def largest(self, /, *, progress: Progress = lambda what, done: None, **knobs: Any) -> Largest:
+        """Return the same with what it needs of which limit; as text it is a sentence.
+
+        Args:
+            progress: told what is being looked for.
+            **knobs: as :meth:`largest_batch`.
+
+        Raises:
+            InvalidInput, WorkloadError: as :meth:`largest_batch`.
+        """
+        return self._life.cluster.predicting.largest_fitting(knobs, progress)
 
     def allocator_what_if(self, *settings: str) -> AllocatorWhatIf:
         """Return how much the caching allocator would reserve for a step under other settings, by a model of it.
@@ -124,13 +173,16 @@ class PredictsSettings:
         """Every prediction of this session whose settings were tried afterwards, beside what came."""
         return self._life.cluster.predicting.score()
 
-    def what_if(self) -> WhatIf:
+    def what_if(self, *, progress: Progress = lambda what, done: None) -> WhatIf:
         """Every single flip from here: what it would need, and whether it fits.
+
+        Args:
+            progress: told which of them is being predicted.
 
         Raises:
             WorkloadError: nothing is loaded, or a small step failed.
         """
-        return self._life.cluster.predicting.what_if()
+        return self._life.cluster.predicting.what_if(progress)
 
     def what_fits(self, *, progress: Progress = lambda what, done: None) -> WhatFits:
         """Return the largest micro-batch that fits under each precision and checkpointing, and samples/s with it.

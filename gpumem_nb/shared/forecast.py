@@ -250,7 +250,7 @@ class DryRun:
         workload: a ``Workload``, pickled, because it may be the user's own code.
         settings: under which to take the steps.
         gpus: what is asked for each GPU, by name.
-        largest: whether the largest batch size that fits is asked for as well.
+        largest: whether the largest batch size that fits is asked for as well, and where nothing fits, what would.
         adapts: whether a batch size that the data brings comes before that of the settings, which was not named.
         ranks: how many train together.
         sources: of code that lies in no file, such as cells, by what stands in place of the file's name.
@@ -266,6 +266,14 @@ class DryRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Lighter:
+    """Settings that need less memory than those that were asked for, of the same global batch, and what they need."""
+
+    settings: Settings
+    of: OnGpu
+
+
+@dataclass(frozen=True, slots=True)
 class OnGpu:
     """The result for one GPU.
 
@@ -277,6 +285,8 @@ class OnGpu:
         largest: the largest batch size that fits, 0 if none does; ``None`` if not asked for, the data says it, or it is
             not known.
         unknown: why the largest batch size is not known, as a sentence; empty if it is, or was not asked for.
+        lighter: what was tried where it does not fit, the mildest first; ``None`` where that was not asked for, is not
+            needed, or did not come to its end.
     """
 
     forecast: Forecast
@@ -285,11 +295,12 @@ class OnGpu:
     how: str
     largest: int | None = None
     unknown: str = ""
+    lighter: tuple[Lighter, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DryAnswer:
-    """An answer, whole in itself; a later one to the same question knows more largest batches.
+    """An answer, whole in itself; a later one to the same question knows more.
 
     Attributes:
         of: what was found, by the GPU's name; nothing if there is a problem.
@@ -298,6 +309,7 @@ class DryAnswer:
         problem: why there is no forecast, as a sentence; empty if there is.
         of_input: whether what was asked for cannot be used, and nothing is wrong with the workload.
         peak_rss_bytes: of the process that answers; what it needed to find this.
+        next: what is looked for next, in words, and how much of everything is done (0 to 1).
     """
 
     of: Mapping[str, OnGpu]
@@ -306,3 +318,4 @@ class DryAnswer:
     problem: str = ""
     of_input: bool = False
     peak_rss_bytes: int = 0
+    next: tuple[str, float] = ("", 1.0)

@@ -16,6 +16,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from ..report.progress_bar import ProgressBar, shown, text_bar
+from ..report.tables import words_html
 from ..shared.units import name_ranks
 
 if TYPE_CHECKING:
@@ -110,14 +111,17 @@ def fold(ranks: Sequence[int], outputs: Sequence[str]) -> str:
     )
 
 
-def progress_bar(title: str, measured: bool = True) -> AbstractContextManager[ProgressBar]:
+def progress_bar(title: str, measured: bool = True, patience_s: float = 0.0) -> AbstractContextManager[ProgressBar]:
     """Show progress until the block ends, then how long it took, or what was under way when it failed.
 
-    ``measured``: whether it is known how much is done; otherwise only the time is shown.
+    Args:
+        title: what is being done.
+        measured: whether it is known how much is done; otherwise only the time is shown.
+        patience_s: nothing is shown of work that ends by then.
     """
     if in_notebook():
-        return shown(ProgressBar(title, _Output(), rewrites=True, measured=measured))
-    return shown(text_bar(title, sys.stderr, measured))
+        return shown(ProgressBar(title, _Output(), rewrites=True, measured=measured, patience_s=patience_s))
+    return shown(text_bar(title, sys.stderr, measured, patience_s))
 
 
 class _Output(io.TextIOBase):
@@ -141,6 +145,16 @@ class _Output(io.TextIOBase):
         elif text.strip():
             self._handle.update(bundle, raw=True)
         return len(text)
+
+
+def say(text: object) -> None:
+    """Print what there is to say; in a notebook no word or command of it is broken. Nothing where there is nothing."""
+    if not (words := str(text)):
+        return
+    if in_notebook():
+        display({"text/plain": words, "text/html": words_html(words)}, raw=True)
+    else:
+        print(words)
 
 
 def in_notebook() -> bool:

@@ -20,6 +20,7 @@ import gpumem_nb
 from gpumem_nb import Workload
 from gpumem_nb.planning import dry_process
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
+from gpumem_nb.shared.answers import Progress
 from gpumem_nb.shared.forecast import DryAnswer, DryRun
 from tests.bench import plot
 from tests.published import h200
@@ -117,8 +118,8 @@ def measured(workload: Workload, gpu: str, knobs: dict[str, Any]) -> tuple[Predi
     peaks: list[int] = []
     own = dry_process.ask
 
-    def ask(question: DryRun) -> DryAnswer:
-        answer = own(question)
+    def ask(question: DryRun, progress: Progress) -> DryAnswer:
+        answer = own(question, progress)
         peaks.append(answer.peak_rss_bytes)
         return answer
 

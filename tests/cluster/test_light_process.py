@@ -39,6 +39,7 @@ calls = {
     "trace": lambda: session.trace(folder / "trace.json", 2),
     "check_sync": session.check_sync,
     "predict": lambda: session.predict(batch_size=8, optimizer="sgd"),
+    "predict elsewhere": lambda: session.predict(gpu=["T4-16GB"]),
     "largest_batch": session.largest_batch,
     "peaks_by_batch": session.peaks_by_batch,
     "allocator_what_if": session.allocator_what_if,

@@ -106,7 +106,7 @@ def test_throughput_is_that_of_steps_which_are_waited_for(own: Session, knobs: d
     assert foreseen.step_s is not None
     assert SLOW_S <= foreseen.step_s / samples <= 5 * SLOW_S, "sleeping, and on a busy machine some work"
     assert foreseen.samples_per_s == pytest.approx(2 * samples / foreseen.step_s)
-    assert foreseen.low_samples_per_s < foreseen.samples_per_s < foreseen.high_samples_per_s  # type: ignore[operator]
+    assert foreseen.low_samples_per_s < foreseen.samples_per_s < foreseen.high_samples_per_s
 
 
 @pytest.mark.full

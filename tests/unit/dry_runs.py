@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from gpumem_nb.planning import dry_process
+from gpumem_nb.shared.answers import Progress
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.forecast import DryAnswer, DryRun
 
@@ -31,7 +32,7 @@ def apart() -> AbstractContextManager[Any]:
     return patch.object(dry_process, "ask", _usual)
 
 
-def _ask(question: DryRun) -> DryAnswer:
+def _ask(question: DryRun, progress: Progress = lambda what, done: None) -> DryAnswer:
     hears, tells = _forks.Pipe(duplex=False)
     process = _forks.Process(target=_answer, args=(tells, pickle.dumps(question), dry_process.MOST_BYTES))
     process.start()
@@ -40,6 +41,7 @@ def _ask(question: DryRun) -> DryAnswer:
     with hears, suppress(EOFError):
         while True:
             answer = hears.recv()
+            progress(*answer.next)
     process.join()
     assert answer is not None
     if answer.problem:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import gpumem_nb as gm
 from gpumem_nb.engine.dry.batches import Batches
-from gpumem_nb.planning.cold import ColdPredictions
+from gpumem_nb.planning.cold_table import ColdPredictions
 from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.shared.errors import GpumemError, InvalidInput, WorkloadError
 

@@ -56,15 +56,36 @@ def test_a_space_beside_a_comma_is_said(line: str, asked: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("line", "gpu", "memory"),
+    ("line", "memory"),
     [
-        ("text-gpt --gpu 'T4-16GB, A100-40GB' --memory '24 GB' --ranks 4", "T4-16GB, A100-40GB", "24 GB"),
-        ('text-gpt gpu="T4-16GB,A100-40GB" memory="24GB" ranks=4', "T4-16GB,A100-40GB", "24GB"),
+        ("text-gpt --gpu 'T4-16GB, A100-40GB' --memory '24 GB' --ranks 4", "24 GB"),
+        ('text-gpt gpu="T4-16GB,A100-40GB" memory="24GB" ranks=4', "24GB"),
     ],
 )
-def test_quotes_and_pairs_are_read_as_flags_are(line: str, gpu: str, memory: str, asked: dict[str, Any]) -> None:
+def test_quotes_and_pairs_are_read_as_flags_are(line: str, memory: str, asked: dict[str, Any]) -> None:
     PlanningMagics(InteractiveShell.instance()).hvd_predict(line)
-    assert asked == {"gpu": gpu, "memory": memory, "ranks": 4}
+    assert asked == {"gpu": ["T4-16GB", "A100-40GB"], "memory": memory, "ranks": 4}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--gpu T4-16GB", "Name a workload, or load one on ranks first, for example: %hvd_predict text-gpt --gpu"),
+        ("text-gpt digits-resnet --gpu T4-16GB", "Name a workload, or load one on ranks first"),
+        (
+            "text-gpt --largest-batch",
+            "--largest-batch is for the ranks that run here; a table of GPUs shows it too, for example: "
+            "%hvd_predict text-gpt --gpu T4-16GB,A100-40GB.",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_of_gpus_that_are_not_here_is_a_sentence(
+    line: str, sentence: str, asked: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        PlanningMagics(InteractiveShell.instance()).hvd_predict(line)
+    assert str(raised.value).startswith(sentence)
+    assert not asked
 
 
 def test_ranks_that_are_no_number_are_a_sentence() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gpumem_nb as gm
 from gpumem_nb.planning import dry_process
-from gpumem_nb.planning.cold import ColdPredictions
+from gpumem_nb.planning.cold_table import ColdPredictions
 from gpumem_nb.planning.prediction import FITS, Prediction
 from tests.timing import HANG_S
 from tests.unit.dry_runs import apart

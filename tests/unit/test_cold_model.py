@@ -21,8 +21,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import gpumem_nb as gm
-from gpumem_nb.engine.dry import answer, kernels
+from gpumem_nb.engine.dry import kernels
 from gpumem_nb.engine.dry.batches import Batches
+from gpumem_nb.engine.dry.run import Run
 from gpumem_nb.engine.dry.step import DryStep, refused
 from gpumem_nb.internals.fake_internals import fake_mode
 from gpumem_nb.planning import dry_process
@@ -146,7 +147,7 @@ def test_the_error_is_wider_where_convolutions_are_computed(
     model: Callable[[], nn.Module], loss: Any, knobs: dict[str, Any], error: float, of_live: float
 ) -> None:
     settings, used = Settings(batch_size=8, **knobs), Kernels(True, 0)
-    with answer._Run(workload(model, loss), Batches(rows()), settings, used, ranks=2) as run:
+    with Run(workload(model, loss), Batches(rows()), settings, used, ranks=2) as run:
         run.take()
         found = run.found(Target(used, (), None, 0, 0)).forecast
     assert found.error == error

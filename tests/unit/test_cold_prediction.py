@@ -18,8 +18,9 @@ import gpumem_nb as gm
 from gpumem_nb.magics.arguments import Completion
 from gpumem_nb.magics.planning import PlanningMagics
 from gpumem_nb.planning import dry_process, gpu_table
-from gpumem_nb.planning.cold import ColdPredictions
+from gpumem_nb.planning.cold_table import ColdPredictions
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, NO_LIMIT, TIGHT, Prediction
+from gpumem_nb.shared.answers import Progress
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.forecast import DryAnswer, DryRun
 from tests.published import rows as published
@@ -161,8 +162,8 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> list[DryAnswer]:
     answers: list[DryAnswer] = []
     own = dry_process.ask
 
-    def ask(question: DryRun) -> DryAnswer:
-        answers.append(own(question))
+    def ask(question: DryRun, progress: Progress) -> DryAnswer:
+        answers.append(own(question, progress))
         return answers[-1]
 
     monkeypatch.setattr(dry_process, "ask", ask)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gpumem_nb as gm
-from gpumem_nb.engine.dry import answer
+from gpumem_nb.engine.dry import run as runs
 from gpumem_nb.engine.dry.batches import Batches
 from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.shared.errors import WorkloadError
@@ -127,13 +127,13 @@ def test_steps_on_the_cpu_have_the_values_of_the_samples() -> None:
     assert found.live_peak_bytes == pytest.approx(predict(Plain).live_peak_bytes, rel=0.15)
 
 
-def run(model: Callable[[], nn.Module]) -> answer._Run:
-    return answer._Run(workload(model), Batches(samples()), Settings(batch_size=2), Kernels(True, 0))
+def run(model: Callable[[], nn.Module]) -> runs.Run:
+    return runs.Run(workload(model), Batches(samples()), Settings(batch_size=2), Kernels(True, 0))
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_a_model_that_is_too_large_for_steps_on_the_cpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "MOST_REAL_BYTES", 1000)
+    monkeypatch.setattr(runs, "MOST_REAL_BYTES", 1000)
     with (
         run(Checked) as asks,
         pytest.raises(WorkloadError, match=r"Small steps on the CPU would need more than.*%hvd_start"),

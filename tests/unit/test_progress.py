@@ -9,7 +9,7 @@ import pytest
 
 from gpumem_nb.install import long_step
 from gpumem_nb.report.progress_bar import left_in_words, left_s, shown, text_bar
-from tests.timing import HANG_S
+from tests.timing import HANG_S, until
 
 
 class Terminal(io.StringIO):
@@ -44,6 +44,27 @@ def test_a_terminal_has_one_line_that_is_rewritten() -> None:
     *_, last = terminal.getvalue().split("\r")
     assert last.startswith("Starting ranks: done in ")
     assert terminal.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_work_that_ends_at_once_leaves_nothing(stream: type[io.StringIO]) -> None:
+    quick = stream()
+    with shown(text_bar("Predicting", quick, patience_s=HANG_S)) as progress:
+        progress("a step", 0.5)
+    with pytest.raises(RuntimeError), shown(text_bar("Predicting", quick, patience_s=HANG_S)):
+        raise RuntimeError
+    assert quick.getvalue() == ""
+
+
+def test_work_that_outlasts_the_patience_shows_what_is_waited_for_then() -> None:
+    log, took_s = io.StringIO(), 0.05
+    bar = text_bar("Predicting", log, patience_s=took_s)
+    with shown(bar) as progress:
+        progress("a step", 0.1)
+        until(lambda: bar.elapsed_s > took_s)
+        progress("a step", 0.5)
+    assert [line.partition("|")[0] for line in log.getvalue().splitlines()][:-1] == ["Predicting: a step:  50%"]
+    assert log.getvalue().splitlines()[-1].startswith("Predicting: done in ")
 
 
 def test_a_failure_says_what_was_waited_for() -> None:

@@ -16,8 +16,10 @@ from ...shared.units import DEFAULT_SEED
 from ..copies import host_copy
 from ..random_state import RandomState, begin_at, set_aside
 from .fetching import collated, no_fault_of_a_sample
-from .handed import Collate, check_repeatable, collated_copies, handed_over, takes_nothing_out
+from .handed import Collate, Handed, check_repeatable, collated_copies, handed_over, takes_nothing_out
 from .stream import ShardedStream, Stream
+
+_FEW_SAMPLES, _FEW_BATCHES = 16, 2
 
 
 class _Kept(NamedTuple):
@@ -69,6 +71,13 @@ class IterableStream(Stream):
         with set_aside():
             iterator = self._begun(0)
             return [item for _, item in zip(range(count), iterator, strict=False)]
+
+    def handed(self) -> Handed:
+        """Return the data as a dry run is given it, by some items that the next steps will take."""
+        count = _FEW_BATCHES if self.info.batched else _FEW_SAMPLES
+        self._read_ahead(count)
+        items = [self._kept[place].item for place in range(count)]
+        return Handed(items, self.collate, None, self.info)
 
     def micro_batches(self, batch_size: int, count: int) -> Iterator[Any]:
         """The ``count`` collated micro-batches of this rank's next step. The position stays until :meth:`advance`."""

@@ -16,7 +16,7 @@ from ...shared.units import DEFAULT_SEED
 from ...shared.workload import DataInfo
 from .. import cells
 from .fetching import Fetcher, Task
-from .handed import Collate
+from .handed import Collate, Handed
 from .orders import Order, Shuffled
 from .sizes import Longest
 from .workers import Workers
@@ -99,6 +99,10 @@ class Stream:
     def large_sample(self, settings: Settings) -> str:
         """Return a sentence about a sample of the next step that is much larger than others; empty without one."""
         return ""
+
+    def handed(self) -> Handed:
+        """Return the data as a dry run is given it; the stream stays where it is."""
+        raise NotImplementedError
 
     @contextmanager
     def of_longest(self) -> Iterator[None]:
@@ -268,6 +272,10 @@ class ShardedStream(Stream):
         """Return a sentence about a sample of the next step that is much larger than others; empty without one."""
         longest, share = self.longest(), self._places(settings.batch_size) * settings.accumulation_steps
         return longest.among(self._indices(self.position + self.rank * share, share)) if longest else ""
+
+    def handed(self) -> Handed:
+        """Return the data as a dry run is given it; the stream stays where it is."""
+        return Handed(self.dataset, self.collate, lambda seed, epoch: self._order(0), self.info)
 
     def _fetcher(self) -> Fetcher:
         return Fetcher(

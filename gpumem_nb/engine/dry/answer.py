@@ -1,56 +1,30 @@
-"""Answers of a dry run: forecasts for each GPU, and the largest batch that fits it."""
+"""Answers of a dry run: forecasts for each GPU, the largest batch that fits it, and what else would fit."""
 
 from __future__ import annotations
 
-import bisect
 import pickle
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
-from ...memory.ledger.trace import Trace
-from ...memory.prediction import SmallSteps, forecast, from_the_start
-from ...shared.categories import COMMUNICATION
-from ...shared.errors import GpumemError, InvalidInput, WorkloadError, text_of
-from ...shared.forecast import (
-    DRY,
-    DRY_CONVOLUTIONS,
-    DRY_CONVOLUTIONS_16_BIT,
-    DRY_RECURRENT,
-    MOST_BATCH,
-    ON_CPU,
-    SCALED,
-    SEARCH_S,
-    VARYING,
-    DryAnswer,
-    DryRun,
-    Forecast,
-    Kernels,
-    OnGpu,
-    Target,
-)
-from ...shared.knobs.step import shortened, why_fixed
+from ...shared.errors import GpumemError, InvalidInput, WorkloadError
+from ...shared.forecast import SEARCH_S, DryAnswer, DryRun, OnGpu, Target
+from ...shared.knobs.step import why_fixed
 from ...shared.settings import Settings
-from ...shared.units import DEFAULT_SEED, format_bytes
+from ...shared.units import DEFAULT_SEED
 from ...shared.workload import DataInfo, Workload
 from .. import cells
 from ..random_state import seeded
-from . import kernels
 from .batches import Batches
-from .step import DryStep, refused
+from .hollow import Given, Hollow
+from .ladder import Ladder
+from .run import Run, lack, surely_within
+from .step import refused
 
-MOST_REAL_BYTES = 2**30
-_SMALL = (2, 4)  # batch sizes of the steps that are taken on the CPU
-_FIX = "Fix that line, or start ranks (%hvd_start) and predict there."
-_DO_WITHOUT = "Let the constructor do without that value, or start ranks (%hvd_start) and predict there."
 _NO_END = f"It was not found within {SEARCH_S} s and the memory of a dry run. Predict single sizes."
-BYTES_A_PARAMETER = 5 * 4  # weight, gradient, two of Adam's and a copy of one, in fp32
 
 
 def answers(question: DryRun) -> Iterator[DryAnswer]:
@@ -79,30 +53,43 @@ def _measured(given: DryAnswer) -> DryAnswer:
 def _answers(question: DryRun) -> Iterator[DryAnswer]:
     for title, source in question.sources.items():
         cells.remember(source, title)
-    workload: Workload = _unpickled(question.workload)
-    batches = _batches(workload)
+    given: Given = _unpickled(question.workload)
+    batches = given.batches if isinstance(given, Hollow) else _batches(given)
     settings = _settled(question, batches.info)
-    runs: dict[Kernels, _Run] = {}
+    ladder = Ladder(given, batches, settings, question.ranks)
     found: dict[str, OnGpu] = {}
     searched = question.largest and not batches.fixed
     for used in dict.fromkeys(asked.kernels for asked in question.gpus.values()):
-        with _Run(workload, batches, settings, used, question.ranks) as run:
-            run.take()
-            runs[used] = run
+        with ladder.run(settings, used) as run:
             for name, asked in question.gpus.items():
                 if asked.kernels == used:
                     found[name] = replace(run.found(asked), unknown=_NO_END * searched)
     parameters = run.parameters
-    yield DryAnswer(dict(found), settings, parameters)
+
+    def known(what: str = "", done: float = 1.0) -> DryAnswer:
+        return DryAnswer(dict(found), settings, parameters, next=(what, done))
+
     # The largest first: a line that holds for it holds for the others.
-    by_limit = sorted(found, key=lambda name: -(found[name].limit_bytes or 0))
-    for name in by_limit * searched:
-        with runs[question.gpus[name].kernels] as run:
+    by_limit = sorted(found, key=lambda name: -(found[name].limit_bytes or 0)) * question.largest
+    for place, name in enumerate(by_limit * searched):
+        yield known(f"the largest batch on {name}", _STEP + _LARGEST * place / len(by_limit))
+        with ladder.run(settings, question.gpus[name].kernels) as run:
             found[name] = _searched(found[name], run, question.gpus[name])
-        yield DryAnswer(dict(found), settings, parameters)
+    short = [name for name in by_limit if not _fits(found[name], question.gpus[name])]
+    for place, name in enumerate(short):
+        yield known(f"what would fit on {name}", _STEP + _LARGEST + _LIGHTER * place / len(short))
+        found[name] = replace(found[name], lighter=tuple(ladder.lighter(question.gpus[name])))
+    yield known()
 
 
-def _searched(found: OnGpu, run: _Run, asked: Target) -> OnGpu:
+_STEP, _LARGEST, _LIGHTER = 0.3, 0.2, 0.5  # shares of the work, roughly
+
+
+def _fits(found: OnGpu, asked: Target) -> bool:
+    return surely_within(found.forecast, asked, found.limit_bytes)
+
+
+def _searched(found: OnGpu, run: Run, asked: Target) -> OnGpu:
     try:
         return replace(found, largest=run.largest(asked), unknown="")
     except (GpumemError, MemoryError) as error:
@@ -126,16 +113,9 @@ def _batches(workload: Workload) -> Batches:
     except GpumemError:
         raise
     except (Exception, SystemExit) as error:
-        lack = _lack(error)
-        enough = " A few samples are enough for it." * bool(lack)
-        raise WorkloadError(f"{refused(error, 'data', 'made')}{lack}{enough}") from None
-
-
-def _lack(error: BaseException) -> str:
-    """Return how much memory there may be, where an exception says that there was too little."""
-    most_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    lacks = most_bytes > 0 and (isinstance(error, MemoryError) or "memory" in text_of(error).lower())
-    return f" A dry run may take at most {format_bytes(most_bytes)}." * lacks
+        lacks = lack(error)
+        enough = " A few samples are enough for it." * bool(lacks)
+        raise WorkloadError(f"{refused(error, 'data', 'made')}{lacks}{enough}") from None
 
 
 def _settled(question: DryRun, info: DataInfo) -> Settings:
@@ -152,222 +132,3 @@ def _settled(question: DryRun, info: DataInfo) -> Settings:
     if info.batched:
         raise InvalidInput(why_fixed(settings.batch_size, info))
     return settings
-
-
-class _Run:
-    """Steps of one workload under one setting with one set of kernels, which operators have inside of ``with`` alone.
-
-    A model that cannot be built without memory is built with it, and takes its steps without. One that cannot be run
-    without memory takes two small steps with it, if they are not too large.
-
-    Attributes:
-        parameters: numbers in the model.
-    """
-
-    def __init__(self, workload: Workload, batches: Batches, settings: Settings, used: Kernels, ranks: int = 1) -> None:
-        self._given, self._ranks = (workload, batches, shortened(settings), used), ranks
-        self._model = workload.model
-        self._installed: list[Any] = []
-        self._traces: dict[int, Trace] = {}
-        self._step: DryStep | None = None
-        self._pair: tuple[SmallSteps, Trace] | None = None
-        self._line_holds_to = 0
-        self._with_memory: list[Trace] = []
-        self._convolves = False
-        self._certainty = ON_CPU
-        self._how = "a step on fake tensors"
-        self.parameters = 0
-
-    def __enter__(self) -> Self:
-        self._install(fake=not self._with_memory)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._installed = []
-
-    def _install(self, fake: bool) -> None:
-        self._installed = [kernels.install(self._given[3], fake), kernels.install_autocast()]
-
-    @property
-    def _begin(self) -> int:
-        batch_size: int = self._given[2].batch_size
-        return batch_size
-
-    def take(self) -> None:
-        """Take a step as the settings say, or small ones on the CPU if it cannot be taken without memory.
-
-        Raises:
-            WorkloadError: neither can be taken.
-        """
-        refusal = self._tried()
-        if refusal and self._step is None:
-            built = self._built(refusal)
-            self._model = lambda: built
-            self._how = f"a step on fake tensors, after building the model with memory for its weights. {refusal}"
-            refusal = self._tried()
-        if refusal:
-            self._model = self._given[0].model
-            self._take_with_memory(refusal)
-
-    def _tried(self) -> WorkloadError | None:
-        """Take a step without memory, or say why that cannot be done."""
-        try:
-            self._stepped(self._begin)
-        except GpumemError:
-            raise
-        except (Exception, SystemExit) as error:
-            return refused(error, self._phase)
-        return None
-
-    def _built(self, refusal: WorkloadError) -> nn.Module:
-        """Return the model with memory for its weights, whose values its constructor asks for."""
-        try:
-            with seeded(DEFAULT_SEED):
-                return self._given[0].model()
-        except GpumemError:
-            raise
-        except (Exception, SystemExit) as error:
-            why, lack = refused(error, "model", "built with memory"), _lack(error)
-            raise WorkloadError(f"{refusal} {why}{lack} {_DO_WITHOUT if lack else _FIX}") from None
-
-    def found(self, asked: Target) -> OnGpu:
-        """Return what steps under these settings would need, and whether that fits."""
-        forecast = self._forecast(asked, self._begin, self._limit(asked))
-        return OnGpu(forecast, self._limit(asked), self._convolves, self._how)
-
-    def largest(self, asked: Target) -> int:
-        """Return the largest batch size that fits with what a forecast may be wrong by; 0 if none does.
-
-        Raises:
-            WorkloadError: a step of another size cannot be taken, so it is not known.
-        """
-        limit = self._limit(asked)
-        if limit is None:
-            return MOST_BATCH
-        try:
-            return self._largest(asked, limit)
-        except GpumemError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise WorkloadError(f"With another batch_size: {refused(error, self._phase)}") from None
-
-    def _largest(self, asked: Target, limit: int) -> int:
-        def needs(size: int, stepped: bool = False) -> int:
-            return self._forecast(asked, size, None, stepped).deciding_bytes[1] + asked.limit_error_bytes
-
-        def fits(size: int, stepped: bool = False) -> bool:
-            found = self._forecast(asked, size, limit, stepped)
-            return found.deciding_bytes[1] + asked.limit_error_bytes <= limit and found.fits
-
-        sizes = self._begin, 2 * self._begin
-        first, second = map(needs, sizes)
-        guess = self._begin + (limit - first) // max(1, (second - first) // self._begin)
-        size = _last(fits, min(max(1, guess), MOST_BATCH))
-        if size <= self._line_holds_to or self._with_memory:
-            return size
-        expected, real = needs(size), needs(size, stepped=True)
-        if fits(size, stepped=True):
-            self._line_holds_to = size if real == expected else self._line_holds_to
-            return size
-        # Some of it does not lie on a line, such as what grows with the square of the batch.
-        roots = np.roots(np.polyfit((*sizes, size), (first - limit, second - limit, real - limit), 2))
-        guess = int(max(roots.real, default=1))
-        return _last(partial(fits, stepped=True), min(max(1, guess), size))
-
-    def _forecast(self, asked: Target, batch_size: int, limit: int | None, stepped: bool = False) -> Forecast:
-        """Of a step of this size, which is taken if it is to be ``stepped``, or does not follow from others."""
-        if self._with_memory:
-            steps = SmallSteps([small.with_held(asked.held_bytes, COMMUNICATION) for small in self._with_memory])
-            return replace(forecast(steps, batch_size, limit), how=ON_CPU)
-        trace = self._stepped(batch_size) if stepped else self._at(batch_size)
-        return from_the_start(trace.with_held(asked.held_bytes, COMMUNICATION), limit, self._certainty)
-
-    def _limit(self, asked: Target) -> int | None:
-        """Of what may be reserved, once a step was taken."""
-        if asked.limit_bytes is None:
-            return None
-        return max(1, asked.limit_bytes - asked.convolution_bytes * self._convolves)
-
-    def _at(self, batch_size: int) -> Trace:
-        if batch_size not in self._traces and len(self._traces) > 1 and self._pair is None:
-            self._pair = self._paired()
-        if batch_size not in self._traces and self._pair and self._pair[0].how == SCALED:
-            line = self._pair[0].continued(batch_size)
-            return replace(self._pair[1], batch_size=batch_size, size=line.size, rest_bytes=line.rest_bytes)
-        return self._stepped(batch_size)
-
-    def _paired(self) -> tuple[SmallSteps, Trace]:
-        """Two steps from which others follow, larger ones if some operator works otherwise on few samples."""
-        small, large = sorted(self._traces.values(), key=lambda trace: trace.batch_size)[-2:]
-        steps = SmallSteps([small, large])
-        if steps.how == SCALED:
-            return steps, large
-        larger = self._stepped(2 * large.batch_size)
-        return SmallSteps([large, larger]), larger
-
-    def _stepped(self, batch_size: int) -> Trace:
-        """Return a step without memory."""
-        if batch_size not in self._traces:
-            workload, batches, settings, used = self._given
-            self._step = self._step or DryStep(
-                replace(workload, model=self._model), batches, settings, used, self._ranks
-            )
-            self._traces[batch_size] = self._step.trace(batch_size)
-            self._learn(self._step)
-        return self._traces[batch_size]
-
-    def _learn(self, step: DryStep) -> None:
-        self.parameters, self._convolves = step.parameters, step.convolves
-        if self._given[1].varies:
-            self._certainty = VARYING
-        elif step.recurs:
-            self._certainty = DRY_RECURRENT
-        elif step.convolves:
-            self._certainty = DRY_CONVOLUTIONS_16_BIT if step.narrows else DRY_CONVOLUTIONS
-        else:
-            self._certainty = DRY
-
-    @property
-    def _phase(self) -> str:
-        return self._step.phase if self._step else "model"
-
-    def _take_with_memory(self, refusal: WorkloadError) -> None:
-        """Small steps on the CPU; one, where batches have no other size."""
-        workload, batches, settings, used = self._given
-        self.parameters = self._step.parameters if self._step else 0
-        self._refuse_large(refusal)
-        self._install(fake=False)
-        sizes = (settings.batch_size,) if batches.fixed else _SMALL
-        self._step = None
-        try:
-            self._step = DryStep(workload, batches, settings, used, self._ranks, fake=False)
-            self.parameters = self._step.parameters
-            self._refuse_large(refusal)  # a model that could not be built without memory was not counted before
-            self._with_memory = [self._step.trace(size) for size in sizes]
-            self._convolves = self._step.convolves
-        except GpumemError:
-            raise
-        except (Exception, SystemExit) as error:
-            why = refused(error, self._phase, "run on the CPU")
-            raise WorkloadError(f"{refusal} {why} {_FIX}") from None
-        self._step = None  # and its memory
-        named = " and ".join(map(str, sizes))
-        steps = "a step" if len(sizes) == 1 else "steps"
-        self._how = f"{steps} on the CPU with batch_size {named}. {refusal}"
-
-    def _refuse_large(self, refusal: WorkloadError) -> None:
-        if self.parameters * BYTES_A_PARAMETER > MOST_REAL_BYTES:
-            raise WorkloadError(
-                f"{refusal} Small steps on the CPU would need more than {format_bytes(MOST_REAL_BYTES)} of memory. "
-                "Predict a smaller model of the same kind, or start ranks (%hvd_start) and predict there."
-            )
-
-
-def _last(fits: Callable[[int], bool], guess: int) -> int:
-    """Return the largest size that fits, looked for around a guess; 0 if none does."""
-    step, low, high = max(1, guess // 64), 0, MOST_BATCH
-    at = guess
-    while low < at < high:
-        low, high = (at, high) if fits(at) else (low, at)
-        at, step = (at + step if low == at else at - step), 2 * step
-    return low + bisect.bisect_left(range(low + 1, high), True, key=lambda size: not fits(size))

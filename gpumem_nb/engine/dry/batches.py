@@ -94,7 +94,8 @@ class Batches:
     changes.
 
     Args:
-        data: what ``Workload.data`` returns; see :class:`gpumem_nb.shared.workload.Workload`.
+        data: what ``Workload.data`` returns (see :class:`gpumem_nb.shared.workload.Workload`), or that as it was handed
+            over.
 
     Attributes:
         info: how the data was handed over, with the size of micro-batches that it brings.
@@ -105,7 +106,7 @@ class Batches:
     """
 
     def __init__(self, data: Any) -> None:
-        handed = handed_over(data)
+        handed = data if isinstance(data, Handed) else handed_over(data)
         self.info = handed.info
         self._apart: WorkloadError | None = None  # why samples do not go together
         smallest, largest, worst = looked_at(handed)

@@ -23,7 +23,6 @@ from ...shared.forecast import Kernels
 from ...shared.knobs.update import brings_none
 from ...shared.settings import Settings
 from ...shared.units import DEFAULT_SEED
-from ...shared.workload import Workload
 from ..random_state import seeded
 from ..replay.checkpointing import Checkpointing, find_blocks
 from ..step import optimizers
@@ -34,6 +33,7 @@ from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
 from . import scratch
 from .batches import Batches
+from .hollow import Given, made
 from .kernels import taken_for_the_cpu
 from .known import Answers
 from .log import DryDevice, held_by
@@ -51,7 +51,7 @@ class DryStep:
 
     def __init__(
         self,
-        workload: Workload,
+        given: Given,
         batches: Batches,
         settings: Settings,
         kernels: Kernels,
@@ -61,7 +61,7 @@ class DryStep:
         """Build model and optimizer.
 
         Args:
-            workload: what is trained.
+            given: what is trained.
             batches: its data.
             settings: the knobs.
             kernels: what operators take inside.
@@ -71,13 +71,15 @@ class DryStep:
         Raises:
             WorkloadError: the workload brings no model or optimizer that can be trained.
         """
-        self._workload, self._batches, self._settings, self._ranks = workload, batches, settings, ranks
+        self._batches, self._settings, self._ranks = batches, settings, ranks
         self._mode: AbstractContextManager[Any] = fake_mode() if fake else nullcontext()
         self._fake = self._knows = fake
         self.phase = "model"
         with self._inside():
+            self._workload = workload = made(given)
             self.model = checked_model(workload.model())
-            self.model.train()
+            if not self.model.training:  # a frozen batch norm in one that trains stays as it is
+                self.model.train()
             self._parts = Parts(self.model, workload.loss)
             for part in self._parts.named.values():
                 check_tensors(part)
@@ -102,6 +104,11 @@ class DryStep:
     def recurs(self) -> bool:
         """Return whether layers are those that cuDNN computes as a whole sequence."""
         return any(isinstance(module, nn.RNNBase) for module in self._parts.modules())
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Return what checkpointing wraps."""
+        return self._workload.blocks(self.model) if self._workload.blocks else find_blocks(self.model)
 
     @property
     def parameters(self) -> int:
@@ -166,8 +173,7 @@ class DryStep:
         mode = self._settings.checkpointing
         if mode == "none":
             return None
-        blocks = self._workload.blocks(self.model) if self._workload.blocks else find_blocks(self.model)
-        return Checkpointing(self.model, blocks, mode)
+        return Checkpointing(self.model, self.blocks, mode)
 
     def _take(self, batch_size: int) -> None:
         self._zero_grad()

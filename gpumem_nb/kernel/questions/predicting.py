@@ -14,8 +14,9 @@ from ...planning.fit import Largest, Missed
 from ...planning.prediction import DOES_NOT_FIT, Prediction
 from ...planning.score import Asked, Scoreboard, score
 from ...planning.what_if import AllocatorWhatIf, WhatIf, single_flips
-from ...report.differences import splits
+from ...report.differences import arrows, splits
 from ...shared.allocator_settings import DEFAULT, USUAL, AllocatorSettings, variable
+from ...shared.answers import Progress
 from ...shared.errors import InvalidInput, NotThisTime, WorkloadError
 from ...shared.forecast import FEWEST, MOST_BATCH, SMALL, VARYING, Forecasts, Rehearsal
 from ...shared.knobs.step import shortened
@@ -197,10 +198,13 @@ class Predicting(AsksRanks):
             self._sample_s[about] = (self.by_whole_steps(few).step_s or math.inf) / few.samples_per_rank
         return self._sample_s[about] * settings.samples_per_rank <= LONGEST_S
 
-    def what_if(self) -> WhatIf:
+    def what_if(self, progress: Progress) -> WhatIf:
         """Every single flip from the present settings; those that cannot be used with what is loaded are left out."""
+        progress("as it is", 0.0)
         now, flips = self.predict({}), []
-        for _, flip in single_flips(now.settings, self._loaded()):
+        wanted = [flip for _, flip in single_flips(now.settings, self._loaded())]
+        for place, flip in enumerate(wanted):
+            progress(arrows(now.settings, flip), (place + 1) / (len(wanted) + 1))
             with suppress(InvalidInput, WorkloadError):
                 flips.append(self.predict(flip.changed_from(now.settings)))
         return WhatIf(now, tuple(flips))
@@ -242,16 +246,20 @@ class Predicting(AsksRanks):
         return AllocatorWhatIf(found[0], tuple(found[1:]), varies, self._ranks[0].virtual, variable(), notes)
 
     def largest_batch(self, knobs: dict[str, Any]) -> int:
-        """Return the largest ``batch_size`` that fits every rank, error included, with these changes; 0 if none does.
+        """Return the size alone of :meth:`largest_fitting`."""
+        return self.largest_fitting(knobs).size
+
+    def largest_fitting(self, knobs: dict[str, Any], progress: Progress = lambda what, done: None) -> Largest:
+        """Return the largest micro-batch that fits every rank, error included, with these changes.
 
         Raises:
             InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
             WorkloadError: as :meth:`predict`, and where it cannot be said whether any fits.
         """
-        found = self.largest(*self.of_any_batch(knobs))
+        found = self.largest(*self.of_any_batch(knobs), heard=lambda: progress("larger and smaller micro-batches", 0.0))
         if found.unknown:
-            raise WorkloadError(f"Whether any micro-batch fits cannot be said: {found.unknown}.")
-        return found.size
+            raise WorkloadError(str(found))
+        return found
 
     def largest(self, settings: Settings, most: int, heard: Callable[[], None] = lambda: None) -> Largest:
         """Look for the largest micro-batch that fits, of at most so many samples, by predicting one after the other.

@@ -146,7 +146,7 @@ class Runs(Report):
             [by_key[row.key][column.by] if column.by else column.cell(row) for row in self._shown]
             for column in self._columns
         ]
-        return sortable(self._table.unbroken, values) + notes_html(self._notes)
+        return sortable(self._table, values) + notes_html(self._notes)
 
     @cached_property
     def _shown(self) -> list[Row]:

@@ -1,0 +1,149 @@
+"""Predictions of the same steps on several GPUs, side by side, with what would fit where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..report.differences import mathematics, typed
+from ..report.tables import Report, Table
+from ..shared.categories import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from ..shared.errors import InvalidInput
+from ..shared.forecast import SEARCH_S
+from ..shared.settings import Settings
+from ..shared.units import format_bytes
+from . import gpu_table
+from .prediction import FITS, NO_LIMIT, Prediction
+
+_FIXED, _UNKNOWN = "fixed by the data", "not known"
+_NOTHING = "nothing tried"
+_HELD = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
+
+
+@dataclass(frozen=True, repr=False)
+class ColdPredictions(Report):
+    """Predictions of the same steps on several GPUs.
+
+    Attributes:
+        by_gpu: a prediction for each GPU, in the order in which they were named.
+        largest: the largest ``batch_size`` that surely fits each; 0 if none does, ``None`` if the data says it, or it
+            is not known.
+        unknown: why the largest ``batch_size`` is not known, as a sentence, for those GPUs of which it is not.
+        seconds: what predicting took.
+        notes: of each GPU what else there is to say, such as that it does not compute in bf16.
+        tried: of each GPU that they do not surely fit, other settings of about the same global batch: those that fit,
+            the one that changes least first; or the lightest that was tried, if none does. A GPU is left out where the
+            search did not come to its end.
+    """
+
+    by_gpu: Mapping[str, Prediction]
+    largest: Mapping[str, int | None]
+    unknown: Mapping[str, str]
+    seconds: float
+    notes: Mapping[str, str] = field(default_factory=dict)
+    tried: Mapping[str, tuple[Prediction, ...]] = field(default_factory=dict)
+
+    def __getitem__(self, gpu: str) -> Prediction:
+        by_key = {gpu_table.key_of(name): one for name, one in self.by_gpu.items()}
+        if (found := by_key.get(gpu_table.key_of(gpu))) is None:
+            raise InvalidInput(f"{gpu!r} was not asked for. There are {', '.join(self.by_gpu)}.")
+        return found
+
+    @property
+    def fitting(self) -> tuple[str, ...]:
+        """The GPUs on which it fits."""
+        return tuple(gpu for gpu, one in self.by_gpu.items() if one.verdict == FITS)
+
+    def fits_with(self, gpu: str) -> tuple[Prediction, ...]:
+        """Return what fits a GPU instead, the settings that change least first; nothing where no other is needed."""
+        return tuple(one for one in self.tried.get(gpu, ()) if one.verdict == FITS)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """A row for each GPU; ``fits_with`` is what to change so that it fits."""
+        return [
+            {
+                "gpu": gpu,
+                **one.columns,
+                "device_bytes": one.device_bytes,
+                "largest_batch": self.largest[gpu],
+                "fits_with": next((typed(one.settings, other.settings) for other in self.fits_with(gpu)), None),
+            }
+            for gpu, one in self.by_gpu.items()
+        ]
+
+    @property
+    def shown(self) -> list[Table | str]:
+        """Return the table and the sentences below it."""
+        return [self._table, *self._sentences]
+
+    @property
+    def _sentences(self) -> list[str]:
+        gpus: dict[str, list[str]] = {}
+        for gpu, why in self.unknown.items():
+            gpus.setdefault(why, []).append(gpu)
+        said = [f"{gpu}: {self._instead(gpu)}." for gpu in self.by_gpu if self._is_short(gpu)]
+        said += [f"Largest batch of {', '.join(those)} not known: {why}" for why, those in gpus.items()]
+        return said + [f"{why}." for why in self.notes.values()]
+
+    def _is_short(self, gpu: str) -> bool:
+        return self.by_gpu[gpu].verdict not in (FITS, NO_LIMIT)
+
+    def _instead(self, gpu: str) -> str:
+        """Return what fits instead, with what it needs and does, as a clause."""
+        if gpu not in self.tried:
+            return f"what would fit was not found within {SEARCH_S} s and the memory of a dry run"
+        now = self.by_gpu[gpu]
+        if fitting := self.fits_with(gpu):
+            return "; or ".join(
+                f"{typed(now.settings, one.settings)} fits, needs {format_bytes(one.reserved_peak_bytes)} and "
+                f"{mathematics(now.settings, one.settings, now.splits)}"
+                for one in fitting
+            )
+        least = next(iter(self.tried[gpu]), None)
+        if least is None:
+            return "there is nothing to try: no other setting of the knobs needs less memory"
+        held = [f"{what} {format_bytes(size)}" for what in _HELD if (size := least.categories.get(what))]
+        of_which = f" ({', '.join(held)})" if held else ""
+        return (
+            f"nothing that was tried surely fits, the lightest being {typed(now.settings, least.settings)}, whose live "
+            f"peak is {format_bytes(least.live_peak_bytes)}{of_which} of {format_bytes(least.limit_bytes)}"
+        )
+
+    def _fits_with_text(self, gpu: str) -> str:
+        if not self._is_short(gpu):
+            return ""
+        if gpu not in self.tried:
+            return _UNKNOWN
+        fitting = self.fits_with(gpu)
+        return typed(self.by_gpu[gpu].settings, fitting[0].settings) if fitting else _NOTHING
+
+    def _largest_text(self, gpu: str) -> str:
+        if gpu in self.unknown:
+            return _UNKNOWN
+        return _FIXED if self.largest[gpu] is None else str(self.largest[gpu] or "none")
+
+    @property
+    def _table(self) -> Table:
+        rows = tuple(
+            (
+                gpu,
+                one.verdict,
+                format_bytes(one.reserved_peak_bytes),
+                f"{format_bytes(one.low_bytes)} to {format_bytes(one.high_bytes)}",
+                format_bytes(one.limit_bytes),
+                self._largest_text(gpu),
+                self._fits_with_text(gpu),
+            )
+            for gpu, one in self.by_gpu.items()
+        )
+        settings = next(iter(self.by_gpu.values())).settings
+        others = typed(Settings(batch_size=settings.batch_size), settings)
+        asked = " ".join(filter(None, [f"batch_size={settings.batch_size}", others]))
+        words = frozenset({"GPU", "verdict", _INSTEAD})
+        headings = ("GPU", "verdict", "reserved", "95 %", "may be reserved", "largest batch", _INSTEAD)
+        return Table(f"Which GPU fits {asked}?", headings, rows, words)
+
+
+_INSTEAD = "fits with"

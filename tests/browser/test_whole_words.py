@@ -1,0 +1,69 @@
+"""What magics show in a narrow notebook: no word is broken, and no command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser
+
+from .lab import Lab, Notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+CELLS = """
+import gpumem_nb
+from gpumem_nb.report.tables import Table
+from gpumem_nb.report.written import SnapshotRow, Snapshots
+from gpumem_nb.ui.cells import say
+from pathlib import Path
+import time
+rows = (SnapshotRow(Path("/home/somebody/.cache/gpumem_nb/snapshots/a-folder/001-000001200.state"), "text-gpt", 1200, 2,
+                    time.time() - 7200, True, "01_quickstart.ipynb", True),)
+display(Snapshots(rows))
+say("Kept from before: checkpointing=blocks batch_size=8 accumulation_steps=2 (back with: %hvd_set checkpointing=none "
+    "batch_size=32 accumulation_steps=1 precision=fp32). Everything else is unchanged.")
+display(gpumem_nb.check())
+"""
+# Of each word in the outputs: how many lines it stands on; of each command, too.
+BROKEN = """() => {
+    const broken = [], lines = range => new Set([...range.getClientRects()].filter(one => one.width > 0.5)
+        .map(one => Math.round(one.top))).size;
+    for (const output of document.querySelectorAll('.jp-OutputArea-output')) {
+        const texts = document.createTreeWalker(output, NodeFilter.SHOW_TEXT);
+        for (let text; text = texts.nextNode();)
+            for (const word of text.textContent.matchAll(/\\S+/g)) {
+                const range = document.createRange();
+                range.setStart(text, word.index); range.setEnd(text, word.index + word[0].length);
+                const pieces = word[0].split('-').length;  // a hyphen may end a line
+                if (lines(range) > (/[=%/]/.test(word[0]) ? 1 : pieces)) broken.push(word[0]);
+            }
+        for (const code of output.querySelectorAll('code')) {
+            const range = document.createRange();
+            range.selectNodeContents(code);
+            if (lines(range) > 1) broken.push(code.textContent);
+        }
+    }
+    return broken;
+}"""
+
+
+@pytest.fixture(scope="module")
+def notebook(lab: Lab, chrome: Browser) -> Iterator[Notebook]:
+    lab.write("narrow.ipynb", [CELLS])
+    notebook = lab.open(chrome, "narrow.ipynb", width=1366, height=768)
+    notebook.run(0)
+    notebook.page.locator(".jp-OutputArea-output table").nth(1).wait_for()
+    yield notebook
+    notebook.close()
+
+
+@pytest.mark.parametrize("width", [480, 700, 1366])
+def test_words_and_commands_stay_whole(notebook: Notebook, width: int) -> None:
+    page = notebook.page
+    page.add_style_tag(content=f".jp-NotebookPanel-notebook {{ width: {width}px !important }}")
+    page.wait_for_function(
+        "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
+    )
+    assert page.locator(".jp-OutputArea-output code").count() > 3
+    assert page.evaluate(BROKEN) == []
