@@ -19,6 +19,7 @@ from ..shared.errors import InvalidInput, StartError
 # An idle rank (Python, torch, Horovod) holds about 330 MB of resident memory (measured, torch 2.13 CPU build).
 RANK_RESIDENT_BYTES = 330 * 10**6
 DEFAULT_RANKS_WITHOUT_GPU = 2
+_WITHOUT_GPU = "the fewest that exchange gradients"
 DEVICES = ("auto", "cuda", "cpu")
 
 
@@ -71,8 +72,10 @@ def check_number(n: int) -> None:
         raise InvalidInput(f"{n!r} ranks cannot be started: it must be a whole number of at least 1, such as 4.")
 
 
-def choose(n: int | None, device: str) -> tuple[int, str]:
-    """Return the number of ranks and their kind of device (``cuda`` or ``cpu``), checked against the machine.
+def choose(n: int | None, device: str) -> tuple[int, str, str]:
+    """Return the number of ranks, their kind of device (``cuda`` or ``cpu``), and why it is that number.
+
+    A number that was named is checked against the machine, and there is nothing to say of it.
 
     Raises:
         InvalidInput: no number of ranks, or no kind of device.
@@ -85,16 +88,18 @@ def choose(n: int | None, device: str) -> tuple[int, str]:
     seen = visible_gpus() if device != "cpu" else 0
     if device == "cuda" and not seen:
         raise StartError("There is no GPU that this notebook can see. Use --device cpu for virtual GPUs on the CPU.")
-    kind = "cuda" if seen else "cpu"
+    kind, most = "cuda" if seen else "cpu", most_ranks()
     if n is None:
-        n = seen or DEFAULT_RANKS_WITHOUT_GPU
-    if n > most_ranks():
+        n = seen or min(DEFAULT_RANKS_WITHOUT_GPU, most)
+        why = "one for each GPU" if seen else _WITHOUT_GPU if n > 1 else "because memory has no room for more"
+        return n, kind, why
+    if n > most:
         memory = processes.available_bytes() / 2**30
         raise InvalidInput(
             f"{n} ranks do not fit on this machine: with {processes.cores()} cores and {memory:.0f} GiB of free memory "
-            f"at most {most_ranks()} make sense. Try %hvd_start {min(4, most_ranks())}."
+            f"at most {most} make sense. Try %hvd_start {min(4, most)}."
         )
-    return n, kind
+    return n, kind, ""
 
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # never an option of ssh's

@@ -24,7 +24,13 @@ DEVICES = resources.DEVICES
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks to start, and how; ``memory_limit`` of each in bytes, no ``hosts`` when all run on this machine."""
+    """The ranks to start, and how.
+
+    Attributes:
+        memory_limit: of each in bytes.
+        hosts: none when all run on this machine.
+        why: as many as there are, where no number was named; else empty.
+    """
 
     size: int
     device: str
@@ -33,6 +39,22 @@ class Plan:
     timeout_s: float
     hosts: tuple[Host, ...]
     launcher: type[Launcher]
+    why: str = ""
+
+    @property
+    def chosen(self) -> str:
+        """Say how many ranks were chosen and why, in a sentence; empty where a number was named."""
+        if not self.why:
+            return ""
+        count = f"{self.size} rank{'s' * (self.size != 1)}"
+        if self.device == "cuda":
+            return f"{count}: {self.why}."
+        cores = processes.cores()
+        of_cores = f"{self.threads} of {cores} cores each" if cores >= self.size else "one core between them"
+        return (
+            f"{count} ({of_cores}), {self.why}. No GPU is used, so each rank has a virtual one on the CPU. For another "
+            "number: %hvd_start 4"
+        )
 
     def start(self, started_s: float, stall_limit_s: float, seed: int, progress: Progress) -> Ranks:
         """Start them and wait until they have joined each other; samples count their time from ``started_s``.
@@ -74,13 +96,13 @@ def plan(
     for left in cluster_records.clean_up_after_others():
         progress(f"ended what kernel {left.kernel.pid} had left behind", 0.0)
     places = () if hosts is None else share_out(hosts, n)
-    here, kind = resources.choose(places[0].ranks if places else n, device)
+    here, kind, why = resources.choose(places[0].ranks if places else n, device)
     for other in others(kind):
         progress(f"besides, {other}", 0.0)
     size = sum(host.ranks for host in places) or here
     most = max((host.ranks for host in places), default=size)  # on one host
     each = threads or max(1, processes.cores() // most)
-    return Plan(size, kind, limit, each, timeout_s, places, start_by)
+    return Plan(size, kind, limit, each, timeout_s, places, start_by, why)
 
 
 def others(device: str) -> list[str]:

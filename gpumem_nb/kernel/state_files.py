@@ -100,8 +100,8 @@ def newest(folder: Path) -> Path:
         StateFileError: there is none; names those of others.
     """
     found = snapshots(folder)
-    if own := [row for row in found.rows if row.own]:
-        return own[0].path
+    if found.own:
+        return found.own[0].path
     if not found.rows:
         raise StateFileError("There is no automatic snapshot. Name a file that %hvd_save wrote.")
     raise StateFileError(f"There is no automatic snapshot of this notebook, but of others:\n{found}")

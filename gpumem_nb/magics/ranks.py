@@ -13,8 +13,9 @@ from ..kernel.starting import DEVICES, LAUNCHERS
 from ..session import Session, current, start
 from ..shared.errors import InvalidInput, nearest
 from ..shared.units import is_variable
-from ..ui.cells import CellOutput, progress_bar
+from ..ui.cells import CellOutput, progress_bar, say
 from .arguments import Offered, intermixed, magic, pair, pairs, shell_of
+from .waiting import asked, patient
 
 
 @magics_class
@@ -38,7 +39,9 @@ class RanksMagics(Magics):
     def hvd_start(self, args: Namespace) -> Session:
         """Start Horovod ranks, one per GPU, and connect to them."""
         with progress_bar("Starting ranks") as progress:
-            return start(**vars(args), progress=progress)
+            session = start(**vars(args), progress=progress)
+        say(session.chosen)
+        return session
 
     @magic()
     @argument("--json", action="store_true", help="print it as JSON, for programs")
@@ -59,7 +62,7 @@ class RanksMagics(Magics):
         with progress_bar("Restarting ranks") as progress:
             session.restart(progress)
         if session.restored:
-            print(session.restored)
+            say(session.restored)
         return session
 
     @magic()
@@ -89,7 +92,12 @@ class RanksMagics(Magics):
         if args.network:
             with progress_bar("Checking the network") as progress:
                 return current().check_network(progress)
-        return current().check_sync(**names) if args.sync else check()
+        if args.sync:
+            session = current()
+            with asked("Comparing the ranks", session):
+                return session.check_sync(**names)
+        with patient("Checking") as progress:
+            return check(progress)
 
     @magic(cell=True)
     @argument("--ranks", help="where to run, such as 0 or 0,2-3; by default everywhere")

@@ -7,12 +7,14 @@ from typing import Any
 
 from IPython.core.magic import Magics, magics_class
 from IPython.core.magic_arguments import argument
+from IPython.display import display
 
 from ..session import Session, current, resume, snapshots
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
-from ..ui.cells import progress_bar
+from ..ui.cells import progress_bar, say
 from .arguments import ROLES, magic, pair, pairs, shell_of
+from .waiting import asked
 
 
 @magics_class
@@ -35,7 +37,7 @@ class WorkloadMagics(Magics):
         options, session = pairs(args), current()
         with progress_bar(f"Loading {args.name}", measured=False) as progress, session.telling(progress):
             session.load(own if isinstance(own, Workload) else args.name, **options)
-        print(_loaded(session))
+        say(_loaded(session))
 
     @magic()
     @argument(
@@ -62,7 +64,7 @@ class WorkloadMagics(Magics):
         session = current()
         with progress_bar(f"Attaching {roles['model']}", measured=False) as progress, session.telling(progress):
             session.attach(**roles)
-        print(_loaded(session))
+        say(_loaded(session))
 
     @magic()
     @argument("seed", help="a whole number from 0 to 4294967295")
@@ -71,14 +73,15 @@ class WorkloadMagics(Magics):
 
         A cell that ran on some ranks only has moved their random numbers alone: this aligns them again.
         """
-        print(current().seed(args.seed))
+        say(current().seed(args.seed))
 
     @magic()
     def hvd_sync(self, args: Namespace) -> None:
         """Give all ranks the weights and the optimizer's state of rank 0."""
         session = current()
-        session.sync()
-        print("All ranks have the weights and the optimizer's state of rank 0.")
+        with asked("Giving all ranks what rank 0 has", session):
+            session.sync()
+        say("All ranks have the weights and the optimizer's state of rank 0.")
 
     @magic()
     @argument("path", help="the file to write, such as digits.state")
@@ -87,25 +90,34 @@ class WorkloadMagics(Magics):
         session = current()
         with progress_bar("Saving") as progress:
             saved = session.save(args.path, progress)
-        print(saved)
+        say(saved)
 
     @magic()
     @argument("path", help="the script to write, such as train.py; an older export is replaced, no other file")
     @argument("--ddp", action="store_true", help="for torchrun and DistributedDataParallel instead of Horovod")
     def hvd_export(self, args: Namespace) -> None:
         """Write one plain script that trains as the session does now, and say what it does not carry over."""
-        print(current().export(args.path, ddp=args.ddp))
+        session = current()
+        with asked("Writing the script", session):
+            written = session.export(args.path, ddp=args.ddp)
+        say(written)
 
     @magic()
     @argument("path", nargs="?", help="a saved state; without one, the newest automatic snapshot of this notebook")
-    @argument("--list", action="store_true", help="show the automatic snapshots there are, with model, step and age")
+    @argument("--list", action="store_true", help="show the automatic snapshots there are, and go on from none")
     def hvd_resume(self, args: Namespace) -> Any:
-        """Go on from a saved state, on any number of ranks; where there are none, start them."""
+        """Go on from a saved state, on any number of ranks; where there are none, start them.
+
+        Without a path, list the automatic snapshots and go on from the newest one of this notebook.
+        """
+        found = snapshots() if args.list or args.path is None else None
         if args.list:
-            return snapshots()
+            return found
+        if found and found.own:
+            display(found)
         with progress_bar("Resuming") as progress:
             resumed = resume(args.path, progress)
-        return print(resumed)
+        return say(resumed)
 
 
 def _loaded(session: Session) -> str:

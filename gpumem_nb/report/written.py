@@ -19,11 +19,11 @@ import psutil
 from ..shared.errors import InvalidInput
 from ..shared.state_file import Ours, check_no_folder, why_kept, why_not, written_whole
 from ..shared.units import format_bytes
-from .tables import Report, Table
+from .tables import Report, Table, Words
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+@dataclass(frozen=True, slots=True, repr=False)
+class Written(Words):
     """A file that was written: where, how large, and what it holds, in a sentence."""
 
     path: Path
@@ -32,8 +32,6 @@ class Written:
 
     def __str__(self) -> str:
         return f"Written: {self.path} ({format_bytes(self.size_bytes)}). {self.holds}"
-
-    __repr__ = __str__
 
 
 def check_over(target: Path, ours: Ours, what: str = "such a file") -> None:
@@ -80,8 +78,8 @@ def write_over(target: Path, data: bytes, begin: bytes, holds: str) -> Written:
     return Written(target, len(data), holds)
 
 
-@dataclass(frozen=True, slots=True)
-class ExportedScript:
+@dataclass(frozen=True, slots=True, repr=False)
+class ExportedScript(Words):
     """A plain script that trains as the session does.
 
     Attributes:
@@ -111,8 +109,6 @@ class ExportedScript:
             told.append(f"  source {shlex.quote(sys.prefix)}/bin/activate")
         return "\n".join([*told, "  " + "\n  or: ".join(self.commands)])
 
-    __repr__ = __str__
-
 
 def commands(name: str, ranks: int, ddp: bool) -> tuple[str, ...]:
     """Return the command that starts a script on so many ranks of one host like this one.
@@ -134,8 +130,8 @@ def commands(name: str, ranks: int, ddp: bool) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TraceFile:
+@dataclass(frozen=True, slots=True, repr=False)
+class TraceFile(Words):
     """A trace of all ranks.
 
     Attributes:
@@ -162,8 +158,6 @@ class TraceFile:
             "Open it at https://ui.perfetto.dev, which reads it in your browser, or in chrome://tracing."
         )
 
-    __repr__ = __str__
-
 
 def steps_in_words(steps: Sequence[int]) -> str:
     """Of steps in a row which they are."""
@@ -173,8 +167,8 @@ def steps_in_words(steps: Sequence[int]) -> str:
 _UNITS = ((86400, "day"), (3600, "hour"), (60, "minute"))
 
 
-@dataclass(frozen=True)
-class StateFile:
+@dataclass(frozen=True, repr=False)
+class StateFile(Words):
     """A training state that was saved or resumed; ``bytes`` is the file's size, ``seconds`` what it took."""
 
     done: str
@@ -185,8 +179,6 @@ class StateFile:
 
     def __str__(self) -> str:
         return f"{self.done} {self.path}: step {self.steps}, {format_bytes(self.bytes)}, {self.seconds:.1f} s"
-
-    __repr__ = __str__
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +227,22 @@ class Snapshots(Report):
     rows: tuple[SnapshotRow, ...]
 
     @property
+    def own(self) -> tuple[SnapshotRow, ...]:
+        """Those of this notebook, the newest first."""
+        return tuple(row for row in self.rows if row.own)
+
+    @property
     def shown(self) -> list[Table | str]:
         """The table, and what to type."""
         if not self.rows:
             return ["There is no automatic snapshot."]
-        headings, words = ("model", "step", "ranks", "age", "of", "path"), frozenset({"model", "of", "path"})
-        rows = [(row.workload, f"{row.steps:,}", f"{row.ranks}", row.age, row.of, str(row.path)) for row in self.rows]
-        return [Table("", headings, tuple(rows), words), "Go on from one of them: %hvd_resume PATH"]
+        headings, words = (
+            ("notebook", "model", "step", "ranks", "age", "path"),
+            frozenset({"notebook", "model", "path"}),
+        )
+        rows = [(row.of, row.workload, f"{row.steps:,}", f"{row.ranks}", row.age, str(row.path)) for row in self.rows]
+        first = "%hvd_resume goes on from the first. " if self.own else ""
+        return [Table("", headings, tuple(rows), words), f"{first}To go on from another one: %hvd_resume PATH"]
 
     @property
     def records(self) -> list[dict[str, Any]]:

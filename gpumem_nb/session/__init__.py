@@ -104,6 +104,11 @@ class Session(HoldsWorkload, TrainsWorkload, ReportsState, PredictsSettings):
         return self._life.plan.size
 
     @property
+    def chosen(self) -> str:
+        """Return how many ranks were started and why, in a sentence; empty where a number was named."""
+        return self._life.plan.chosen
+
+    @property
     def ranks(self) -> tuple[RankInfo, ...]:
         """Return who the ranks are, in rank order."""
         return tuple(self._life.ranks.infos)

@@ -127,6 +127,17 @@ def test_saving_resuming_and_restarting_by_magic(
     assert "of digits.state: step 3" in capsys.readouterr().out
     with pytest.raises(StateFileError, match="There is no file"):
         run(shell, f"%hvd_resume {tmp_path / 'missing.state'}")
+    run(shell, "%hvd_train 2")
+    run(shell, "%hvd_set batch_size=8")  # before which a snapshot is taken
+    run(shell, "%hvd_train 1")
+    capsys.readouterr()
+    run(shell, "%hvd_resume")
+    listed = capsys.readouterr().out
+    assert re.search(r"notebook +model +step +ranks +age +path\nthis notebook +digits-resnet +5 +2 +just now", listed)
+    assert "%hvd_resume goes on from the first. To go on from another one: %hvd_resume PATH" in listed
+    assert re.search(r"resumed .*\.state: step 5, ", listed)
+    assert session.status().steps == 5
+    assert run(shell, "%hvd_resume --list").own[0].steps == 5
     assert "Traceback" not in "".join(capsys.readouterr())
     run(shell, "%hvd_set batch_size=16")
     old = {info.pid for info in session.ranks}

@@ -232,11 +232,13 @@ def test_snapshots_are_listed_with_model_step_and_age() -> None:
     there = SnapshotRow(Path("/b/2.state"), "net", 7, 4, now - 20, own=False, notebook="b.ipynb", over=False)
     found = Snapshots((here, there))
     assert [line.split() for line in str(found).splitlines()[:3]] == [
-        ["model", "step", "ranks", "age", "of", "path"],
-        ["text-gpt", "1,200", "2", "3", "hours", "this", "notebook", "/a/1.state"],
-        ["net", "7", "4", "just", "now", "b.ipynb", "(may", "still", "run", "on", "another", "machine)", "/b/2.state"],
+        ["notebook", "model", "step", "ranks", "age", "path"],
+        ["this", "notebook", "text-gpt", "1,200", "2", "3", "hours", "/a/1.state"],
+        ["b.ipynb", "(may", "still", "run", "on", "another", "machine)", "net", "7", "4", "just", "now", "/b/2.state"],
     ]
-    assert "%hvd_resume PATH" in str(found)
+    assert "%hvd_resume goes on from the first." in str(found)
+    assert "goes on from the first" not in str(Snapshots((there,)))
+    assert str(Snapshots((there,))).endswith("To go on from another one: %hvd_resume PATH")
     assert list(found.frame().steps) == [1200, 7]
     assert str(Snapshots(())) == "There is no automatic snapshot."
 

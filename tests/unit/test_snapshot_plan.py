@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from gpumem_nb.kernel.policy import Policy
 from gpumem_nb.kernel.snapshot_plan import SnapshotPlan
 from gpumem_nb.shared.messages import ChunkReply, Reading, Stored
-from gpumem_nb.shared.snapshot_folder import file_name
+from gpumem_nb.shared.snapshot_folder import file_name, notebook_of
 from gpumem_nb.shared.workload import WorkloadInfo
 from tests.internals import cost_of
 
@@ -118,3 +123,31 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     assert run.taken == []
     assert len(run.notes) == 1
     assert "cannot be made" in run.notes[0]
+
+
+@pytest.mark.parametrize("in_jupyter", [True, False])
+def test_a_snapshot_is_of_the_notebook_or_else_of_the_folder_that_the_cells_ran_in(
+    in_jupyter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook = "/home/me/01_quickstart.ipynb"  # as jupyter_server tells its kernels
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    if in_jupyter:
+        monkeypatch.setenv("JPY_SESSION_NAME", notebook)
+    plan = SnapshotPlan(tmp_path / "own", Policy, print)
+    plan.begin(WorkloadInfo("w", 1, 4, 100, 1), 0, None)
+    assert plan.order_now(0)
+    assert notebook_of(tmp_path / "own") == (notebook if in_jupyter else str(tmp_path))
+
+
+def test_jupyter_server_tells_kernels_which_notebook_they_are_of() -> None:
+    """By a variable that ipykernel reads as well; a release that names it otherwise would mix up snapshots."""
+    code = """
+import json
+from jupyter_server.services.sessions.sessionmanager import SessionManager
+from types import SimpleNamespace
+own = SimpleNamespace(kernel_manager=SimpleNamespace(cwd_for_path=lambda path: "/home/me"))
+print(json.dumps(SessionManager.get_kernel_env(own, "a.ipynb", "a.ipynb").get("JPY_SESSION_NAME")))
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(said.stdout) == "/home/me/a.ipynb"
