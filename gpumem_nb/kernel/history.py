@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import threading
 import time
 from collections import defaultdict, deque
@@ -343,21 +342,16 @@ class History:
         found = [[one for one in of_rank if one.step > self.changed_after] for of_rank in rows]
         return found if any(found) else [list(of_rank) for of_rank in rows]
 
-    def ledger_cost(self) -> float | None:
-        """Return what recording steps costs on average, as a share of training time; ``None`` before it is known.
+    def step_durations(self) -> tuple[list[float], list[float]]:
+        """Return seconds of steps that were recorded, and of others.
 
-        From the durations of rank 0's steps under the latest settings, the first ones left out: those are special.
+        Of rank 0's steps under the latest settings, the first ones left out: those are special.
         """
         with self._lock:
             steps = [one for one in self._by_rank[0] if one.event == "" and one.step > self.changed_after]
         latest = steps[-1].settings_id if steps else None
         steps = [sample for sample in steps if sample.settings_id == latest][2:]
-        recorded = [sample.step_s for sample in steps if sample.ledger]
-        others = [sample.step_s for sample in steps if not sample.ledger]
-        if not recorded or not others:
-            return None
-        longer = statistics.median(recorded) / statistics.median(others) - 1
-        return max(0.0, longer) * len(recorded) / len(steps)
+        return [one.step_s for one in steps if one.ledger], [one.step_s for one in steps if not one.ledger]
 
     def now(self) -> Tried | None:
         """Return the latest configuration; of several with the same settings in a row the last that has figures.

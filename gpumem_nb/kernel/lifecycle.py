@@ -23,6 +23,7 @@ from .cluster import Cluster
 from .foreground import Foreground
 from .history import History
 from .idle import IdleWatch
+from .ledger_plan import cost, recorded_every
 from .loading import Loading
 from .logs import Logs
 from .origin import Origin
@@ -179,6 +180,7 @@ class Lifecycle:
 
     def status(self) -> Status:
         """Return which ranks run where, on which devices, and what they are doing."""
+        durations = self.history.step_durations()
         time = TimeReport.of(self.history.asked_for(last=STEPS_JUDGED), self.history.changed_after)
         return Status(
             doing=self.doing,
@@ -187,7 +189,7 @@ class Lifecycle:
             settings=self.training.settings,
             steps=self.history.steps,
             snapshots=self.snapshots.describe(),
-            ledger=describe_ledger(self.policy.ledger_steps, self.history.ledger_cost()),
+            ledger=describe_ledger(recorded_every(self.policy.ledger_steps, *durations), cost(*durations)),
             start_seconds=dict(self.ranks.seconds),
             others=tuple(starting.others(self.plan.device)),
             straggler=time.straggler if time else None,

@@ -56,11 +56,12 @@ _OPTIONS = (
     ),
     Option(
         "ledger_steps",
-        20,
-        "how often the memory of a step is recorded by category: one step in this many, or never",
+        "auto",
+        "how often the memory of a step is recorded by category: one step in this many; auto records one in 20, or "
+        "fewer where that would take more than half a percent of the time",
         parse=whole,
-        allowed="a whole number of at least 1, such as 20, or never",
-        words={"never": "never"},
+        allowed="a whole number of at least 1, such as 20, or auto, or never",
+        words={"auto": "auto", "never": "never"},
     ),
     Option(
         "eval_every",
@@ -87,8 +88,8 @@ class Policy(Values):
     """The rules by which the session acts on its own.
 
     ``stall_limit_s`` in seconds, ``idle_minutes`` in minutes (``None``: never), ``snapshot_steps`` a number, ``auto``
-    or ``never``, ``snapshot_space`` in bytes, ``ledger_steps`` and ``eval_every`` a number or ``never``, ``autotune``
-    whether it is on.
+    or ``never``, ``snapshot_space`` in bytes, ``ledger_steps`` a number, ``auto`` or ``never``, ``eval_every`` a number
+    or ``never``, ``autotune`` whether it is on.
     """
 
     __slots__ = ()

@@ -72,9 +72,9 @@ class Status(Report):
         return lines
 
 
-def describe_ledger(every: int | str, cost: float | None) -> str:
-    """Return how often steps are recorded (``never``, or one in ``every``), and the share of time that it costs."""
-    if every == "never":
+def describe_ledger(every: int, cost: float | None) -> str:
+    """Return how often steps are recorded (one in ``every``; 0 for none), and the share of time that it has cost."""
+    if not every:
         return "ledger: no step is recorded (%hvd_set ledger_steps=20 records one in 20)"
     costs = "" if cost is None else f", which costs {cost:.1%} of the time"
     return f"ledger: one step in {every} is recorded{costs}"

@@ -127,7 +127,7 @@ def test_looking_into_steps_changes_nothing_that_is_trained(two_ranks: Session, 
 
 
 def test_how_often_is_checked(two_ranks: Session) -> None:
-    with pytest.raises(InvalidInput, match="whole number of at least 1, such as 20, or never"):
+    with pytest.raises(InvalidInput, match="whole number of at least 1, such as 20, or auto, or never"):
         two_ranks.set(ledger_steps=0)
 
 

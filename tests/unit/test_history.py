@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from gpumem_nb.kernel.history import Entry, History
 from gpumem_nb.report.configurations import Tried
 from gpumem_nb.shared.messages import Ledger, Reading, Sample
@@ -25,16 +23,6 @@ def test_figures_of_old_configurations_stay_when_their_steps_are_let_go() -> Non
     assert [tried.samples_per_s for tried in history.tried] == [10.0 * index for index in range(1, 11)]
     assert [tried.steps for tried in history.tried] == [4] * 10
     assert [len(tried.throughputs) for tried in history.tried] == [0] * 7 + [2] * 3
-
-
-def test_the_cost_of_recording_steps_is_a_share_of_all_time() -> None:
-    history = History(1)
-    history.begin(1, "w", Settings())
-    assert history.ledger_cost() is None
-    ledger = Ledger(1, "", "", {}, {}, (), True, True)
-    steps = [sample(step, 1, 0.15, ledger) if step % 10 == 9 else sample(step, 1) for step in range(1, 43)]
-    history.add(steps, [Reading(1, 1, 2, 2, None, None)])
-    assert history.ledger_cost() == pytest.approx(0.5 / 10)
 
 
 def test_only_what_was_measured_of_what_is_loaded_can_be_compared_with() -> None:

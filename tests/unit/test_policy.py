@@ -25,7 +25,7 @@ def test_values_given_as_text_are_read() -> None:
         ("stall_limit_s", 0.5, "at least 1"),
         ("idle_minutes", "soon", "or never"),
         ("snapshot_steps", 1.5, "or auto"),
-        ("ledger_steps", "auto", "or never"),
+        ("ledger_steps", "often", "or auto, or never"),
         ("eval_every", 0, "or never"),
         ("snapshot_space", "much", "such as 4GiB"),
     ],

@@ -17,6 +17,7 @@ from ...shared.messages import Chunk, ChunkReply
 from ...shared.settings import Settings
 from ..compatibility import check_held_out
 from ..history import History
+from ..ledger_plan import recorded_every
 from ..policy import Policy
 from ..snapshot_plan import SnapshotPlan
 from .stalls import Stalls, cause_of
@@ -187,7 +188,7 @@ class Chunks:
 
         Recording where memory goes takes time of its own, which has no place in a trace.
         """
-        recorded = 0 if traced else _or_never(self._policy().ledger_steps)
+        recorded = 0 if traced else recorded_every(self._policy().ledger_steps, *self._history.step_durations())
         chunk = self._chunk(self._state.settings, self._state.settings_id, steps, ledger_steps=recorded)
         return self._in_flight.send(replace(chunk, evaluate=evaluate, traced=traced))
 
