@@ -6,7 +6,8 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from operator import is_
+from itertools import repeat
+from operator import is_, itemgetter
 from typing import Any
 
 from .changing import Key
@@ -27,18 +28,18 @@ class Holding:
 
 
 class Names:
-    """Some names of a mapping; of a ``whole`` one others that come are dropped, but for those that are ``left``."""
+    """Some names of a mapping; of a whole one others that come are dropped, but for those that are ``left``."""
 
     def __init__(self, mapping: Any, names: Iterable[str], of: int, left: frozenset[str] | None = None) -> None:
         self.names, self.key = tuple(names), (of, "")
-        self._mapping, self._left = mapping, left
-        self._size = 0 if left is None else len(mapping)
+        self.mapping, self._left = mapping, left
+        self.is_whole, self.size = left is not None, 0 if left is None else len(mapping)
 
     def read(self) -> tuple[Any, ...]:
         """Return what the names are bound to; raise one of ``GONE`` if there are others."""
-        if self._left is not None and len(self._mapping) != self._size:
+        if self.is_whole and len(self.mapping) != self.size:
             raise KeyError
-        return tuple(map(self._mapping.__getitem__, self.names))
+        return tuple(map(self.mapping.__getitem__, self.names))
 
     def put_back(self, values: tuple[Any, ...]) -> Iterator[Callable[[], Any]]:
         """Yield what binds them as they were, one after the other."""
@@ -51,17 +52,41 @@ class Names:
             if not self._is_bound(name, value):
                 yield partial(self._bind, name, value)
         if self._left is not None:
-            new = self._mapping.keys() - set(self.names) - self._left
-            yield from (partial(self._mapping.pop, name) for name in new)
+            new = self.mapping.keys() - set(self.names) - self._left
+            yield from (partial(self.mapping.pop, name) for name in new)
 
     def _is_bound(self, name: str, value: Any) -> bool:
         try:
-            return self._mapping[name] is value
+            return self.mapping[name] is value
         except GONE:
             return False
 
     def _bind(self, name: str, value: Any) -> None:
-        self._mapping[name] = given(value)
+        self.mapping[name] = given(value)
+
+
+class Alike:
+    """Names of many dicts, the same in each, as modules of one class have them: read without Python code for each dict.
+
+    Attributes:
+        places: one for each dict.
+        names: that they have in common.
+    """
+
+    def __init__(self, places: list[Names]) -> None:
+        self.places, self.names = places, places[0].names
+        self._mappings, self._sizes = [one.mapping for one in places], [one.size for one in places]
+        self._getters = list(map(itemgetter, self.names))
+
+    def read(self) -> list[list[Any]]:
+        """Return for each name what it is bound to in all places; raise one of ``GONE`` where a place would."""
+        if self.places[0].is_whole and list(map(len, self._mappings)) != self._sizes:
+            raise KeyError
+        return [list(map(getter, self._mappings)) for getter in self._getters]
+
+    def of_each(self, columns: list[list[Any]]) -> Iterator[tuple[Names, tuple[Any, ...]]]:
+        """Give each place with what :meth:`Names.read` would have returned for it, when ``columns`` were read."""
+        return zip(self.places, zip(*columns, strict=True) if columns else repeat(()), strict=bool(columns))
 
 
 class Items:

@@ -71,37 +71,42 @@ class PythonSnapshot:
     """
 
     def __init__(self, found: Reachable) -> None:
+        """Take it.
+
+        Raises:
+            KeyError: the places must be looked for anew. So do the other errors of ``GONE``.
+        """
+        if any(found.empty) or any(found.unhooked):
+            raise KeyError
         self._found = found
-        self.linked = list(chain.from_iterable(map(dict.values, chain(found.children, found.hooks))))
-        self._contents: list[Any] = [place.read() for place in found.places]
-        self._rich = [
-            index
-            for index, content in enumerate(self._contents)
-            if not SCALARS.issuperset(map(type, elements_of(content)))
-        ]
+        self.linked = list(chain.from_iterable(map(dict.values, found.linking)))
         self.tensors: list[tuple[Key, Tensor]] = []
         self.followed: list[Any] = []
-        for place, content in ((found.places[index], self._contents[index]) for index in self._rich):
-            for name, value in zip(place.names, elements_of(content), strict=False):
-                if type(value) in SCALARS:
-                    continue
-                if isinstance(value, (Tensor, tuple)):
-                    self._sort(place.key, name, value)
-                else:
-                    self.followed.append(value)
-        self._in_modules = [named.copy() if named else _NOTHING for named in _in_modules(found)]
+        self._alike = [group.read() for group in found.alike]
+        self._contents: list[Any] = [place.read() for place in found.alone]
+        for group, columns in zip(found.alike, self._alike, strict=True):
+            for name, values in zip(group.names, columns, strict=True):
+                if not SCALARS.issuperset(map(type, values)):
+                    for place, value in zip(group.places, values, strict=True):
+                        self._sort(place.key, name, value)
+        for one, content in zip(found.alone, self._contents, strict=True):
+            if not SCALARS.issuperset(map(type, elements_of(content))):
+                for name, value in zip(one.names, elements_of(content), strict=False):
+                    self._sort(one.key, name, value)
+        self._in_modules = [named.copy() for named in found.held]
         self._arrays = [array.copy() for array in found.arrays]
         self._drawn = list(map(_drawn, found.generators))
 
     def _sort(self, key: Key, name: Any, value: Any) -> None:
         """Find tensors in a value, and whether it is one in which there may be other places."""
+        if type(value) in SCALARS:
+            return
         inner = key[0], f"{key[1]}.{name}" if key[1] else str(name)
         if isinstance(value, Tensor):
             self.tensors.append((inner, value))
         elif isinstance(value, tuple):
             for place, one in enumerate(value):
-                if type(one) not in SCALARS:
-                    self._sort(inner, place, one)
+                self._sort(inner, place, one)
         else:
             self.followed.append(value)
 
@@ -113,9 +118,9 @@ class PythonSnapshot:
                 return {name: hold(value) for name, value in content.items()}
             return [hold(value) for value in content]
 
-        for index in self._rich:
-            self._contents[index] = mapped(self._contents[index])
-        self._in_modules = [mapped(named) if named else named for named in self._in_modules]
+        self._alike = [[mapped(values) for values in columns] for columns in self._alike]
+        self._contents = list(map(mapped, self._contents))
+        self._in_modules = list(map(mapped, self._in_modules))
 
     def differing(self, later: PythonSnapshot) -> set[str]:
         """Return the names of what is otherwise by then: plain values, also in containers, buffers, arrays, generators.
@@ -124,8 +129,9 @@ class PythonSnapshot:
         """
         now = dict(later._plain())
         found = {name for (key, name), value in self._plain() if not _is_alike(value, now.get((key, name), value))}
-        held = dict(zip(map(id, _in_modules(later._found)), later._in_modules, strict=True))
-        for named, before in zip(_in_modules(self._found), self._in_modules, strict=True):
+        held: dict[int, dict[str, Any]] = dict(zip(map(id, later._found.held), later._in_modules, strict=True))
+        held |= {id(named): {} for named in later._found.empty}
+        for named, before in zip(self._found.held, self._in_modules, strict=True):
             after = held.get(id(named), before)
             found |= {name for name, value in before.items() if not _is_alike(value, after.get(name))}
         if not all(map(_holds_same, self._arrays, later._arrays)):
@@ -135,12 +141,18 @@ class PythonSnapshot:
         return found
 
     def _plain(self) -> Iterator[tuple[tuple[Key, str], Any]]:
-        for place, content in zip(self._found.places, self._contents, strict=True):
+        for place, content in self._of_places():
             if isinstance(place, Names):
                 named = zip(place.names, content, strict=True)
                 yield from (((place.key, name), value) for name, value in named if _is_plain(value))
             else:
                 yield (place.key, place.key[1] or "a container"), content
+
+    def _of_places(self) -> Iterator[tuple[Names | Items, Any]]:
+        """Give all places with what was in them."""
+        yield from zip(self._found.alone, self._contents, strict=True)
+        for group, columns in zip(self._found.alike, self._alike, strict=True):
+            yield from group.of_each(columns)
 
     def put_back(self) -> None:
         """Bind every name that is bound to something else as it was, and fill every container that has changed."""
@@ -148,16 +160,13 @@ class PythonSnapshot:
 
     def parts(self) -> Iterator[Callable[[], Any]]:
         """Yield what :meth:`put_back` does, one thing after the other."""
-        for place, content in zip(self._found.places, self._contents, strict=True):
+        for place, content in self._of_places():
             yield from place.put_back(content)
-        for named, before in zip(_in_modules(self._found), self._in_modules, strict=True):
+        for named, before in chain(zip(self._found.held, self._in_modules, strict=True), _emptied(self._found)):
             yield from Items(named, (0, "")).put_back(before)
         yield from map(partial, [np.copyto] * len(self._arrays), self._found.arrays, self._arrays)
         for generator, drawn in zip(self._found.generators, self._drawn, strict=True):
             yield partial(_go_on, generator, drawn)
-
-
-_NOTHING: dict[str, Any] = {}  # which most modules hold of buffers and of children
 
 
 def each(parts: Iterable[Callable[[], Any]]) -> None:
@@ -175,8 +184,8 @@ def each(parts: Iterable[Callable[[], Any]]) -> None:
         raise first
 
 
-def _in_modules(found: Reachable) -> Iterator[dict[str, Any]]:
-    return chain[dict[str, Any]](found.buffers, found.weights, found.children)
+def _emptied(found: Reachable) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    return ((named, {}) for named in found.empty)
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:

@@ -9,7 +9,7 @@ import random
 import sys
 import sysconfig
 from argparse import Namespace
-from collections import ChainMap, UserDict, UserList
+from collections import ChainMap, UserDict, UserList, defaultdict
 from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from ...internals.torch_internals import (
     weights_by_name,
 )
 from .changing import SMALL_BYTES, Key
-from .places import CONTAINERS, Items, Names, elements_of
+from .places import CONTAINERS, Alike, Items, Names, elements_of
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
@@ -56,9 +56,11 @@ class Reachable:
     """The objects found from ``roots``: modules with all that is below them, functions, optimizers, any other objects.
 
     Attributes:
-        places: where values may be bound anew, or be added.
+        places: where values may be bound anew, or be added: those of which many are ``alike``, and all the others.
         buffers, weights, children: the dicts in which modules keep those.
         hooks: those in which modules keep what is called around their forward and backward.
+        held, empty: of the dicts of buffers, weights and children those with something in them, and those without.
+        linking, unhooked: those of children and hooks in which something is found; dicts of hooks without any.
         generators: of random numbers, outside the global ones.
         arrays: NumPy's, of those that are small.
     """
@@ -80,6 +82,22 @@ class Reachable:
             else:
                 self._follow(root, _DEPTH, (id(root), ""))
         self._seen.clear()
+        self._sort()
+
+    def _sort(self) -> None:
+        """Tell apart what is read in the same way in each step; most modules keep nothing in most of their dicts."""
+        in_modules: list[dict[str, Any]] = [*self.buffers, *self.weights, *self.children]
+        self.held, self.empty = [one for one in in_modules if one], [one for one in in_modules if not one]
+        linking = [*self.children, *self.hooks]
+        self.linking, self.unhooked = [one for one in linking if one], [one for one in self.hooks if not one]
+        grouped: dict[Any, list[Names]] = defaultdict(list)
+        self.alone: list[Names | Items] = []
+        for place in self.places:
+            if isinstance(place, Names) and type(place.mapping) is dict:
+                grouped[place.names, place.is_whole].append(place)
+            else:
+                self.alone.append(place)
+        self.alike = list(map(Alike, grouped.values()))
 
     def _follow(self, value: Any, depth: int, key: Key) -> None:
         """Look into one value, which is bound or lies where ``key`` says."""
