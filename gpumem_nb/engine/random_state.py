@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..internals.fake_internals import in_fake_mode
-from .copies import host_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,8 @@ class RandomState:
         """Note where they stand now; those of Python and NumPy only if ``slow``."""
         state = torch.get_rng_state()
         return cls(
-            torch=state if in_fake_mode() else host_copy(state),  # of which the virtual GPU counts nothing
+            # Memory of NumPy's, of which the virtual GPU counts nothing.
+            torch=state if in_fake_mode() else torch.from_numpy(state.numpy().copy()),
             cuda=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
             python=random.getstate() if slow else None,
             numpy=np.random.get_state() if slow else None,

@@ -21,7 +21,6 @@
 - Fake tensors: ``torch._subclasses.FakeTensorMode``, the errors with which it refuses an operator, and
   ``Module._apply``, which cannot convert them. What keeps a kernel written in Python from calling itself:
   ``_ExcludeDispatchKeyGuard``.
-- ``torch._foreach_norm`` (the norms of many tensors in few kernels; ``nn.utils.get_total_norm`` came after torch 2.4).
 - The profiler: ``torch.autograd.profiler._is_profiler_enabled`` (a second one that begins ends the first without a
   word), and what its file says about its clock: times count from ``baseTimeNanoseconds``.
 - The CUDA allocator's history (``torch.cuda.memory._record_memory_history``, ``_dump_snapshot``), which torch documents
@@ -38,7 +37,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from itertools import compress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,15 +93,26 @@ MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has for torch's own use."""
 
 
+_version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
 def version(tensor: Tensor) -> int:
     """Return how often a tensor, or another view of its storage, has been changed in place; 0 where torch counts none.
 
     It does not in ``torch.inference_mode()``.
     """
     try:
-        return tensor._version
+        return _version_of(tensor)
     except RuntimeError:
         return 0
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the same of many tensors."""
+    try:
+        return list(map(_version_of, tensors))
+    except RuntimeError:
+        return list(map(version, tensors))
 
 
 def made_anew(module: nn.Module) -> set[str]:
@@ -287,18 +296,6 @@ def without_autocast_on_cpu() -> AbstractContextManager[Any]:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(keys)
     return guard
-
-
-def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the 2-norm of each tensor, none of them empty, without waiting for the device."""
-    narrow = [tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors]
-    if not any(narrow):
-        return torch._foreach_norm(tensors) if tensors else ()
-    # The norm of finite numbers could be too large for fp16.
-    of_narrow = iter(torch._foreach_norm(list(compress(tensors, narrow)), 2, torch.float32))
-    others = [tensor for tensor, is_narrow in zip(tensors, narrow, strict=True) if not is_narrow]
-    of_others = iter(torch._foreach_norm(others) if others else ())
-    return tuple(next(of_narrow if is_narrow else of_others) for is_narrow in narrow)
 
 
 def stepped_by_others(optimizer: Optimizer) -> bool:

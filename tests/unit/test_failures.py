@@ -17,7 +17,7 @@ from gpumem_nb.shared.messages import LOGITS, SCORES, Failure
 
 def told(error: BaseException, phase: str = "forward", model: nn.Module | None = None, **room: Any) -> Failure:
     device = Mock(**{"room.return_value": None, **{f"room.{name}": value for name, value in room.items()}})
-    return failure_of(error, 0, phase, model or nn.Linear(1, 1), None, device)
+    return failure_of(error, 0, phase, model or nn.Linear(1, 1), (), device)
 
 
 def chained(cause: BaseException, *, context: bool) -> BaseException:

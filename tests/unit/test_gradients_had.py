@@ -29,3 +29,17 @@ def test_what_was_frozen_for_a_while_did_not_lack_its_gradient() -> None:
     assert had.never([weight]) == []
     had.note([weight], set(), False)
     assert had.sometimes([weight]) == []
+
+
+def test_a_weight_is_news_while_no_step_that_counted_had_a_gradient_of_it() -> None:
+    weights, had = [torch.ones(1) for _ in range(3)], GradientsHad()
+    late = weights[2]
+    assert had.is_news(weights, [True, True, False])
+    had.note(weights, {id(late)}, False)
+    assert not had.is_news(weights, [True, True, False])
+    assert not had.is_news(weights, [True, False, False])
+    for _ in range(2):
+        assert had.is_news(weights, [True, True, True]), "the step was undone"
+    had.note(weights, set(), False)
+    assert not had.is_news(weights, [True, True, True])
+    assert had.is_news([*weights[:2], torch.ones(1)], [True, True, True]), "the optimizer was given another one"

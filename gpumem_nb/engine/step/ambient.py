@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -103,13 +103,13 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> NoReturn:
     raise WorkloadError(f"The loss calls {type(optimizer).__name__}.step() by itself: {_INSTEAD}")
 
 
-def check_no_backward(latest: Tensor | None) -> None:
-    """After the loss was computed: ``latest`` is the weight that got a gradient meanwhile, if one did.
+def check_no_backward(came: Collection[Tensor]) -> None:
+    """After the loss was computed: ``came`` are the weights that got a gradient meanwhile.
 
     Raises:
-        WorkloadError: one did. Its gradient would be averaged with that of the step, in part or twice.
+        WorkloadError: some did. Their gradients would be averaged with those of the step, in part or twice.
     """
-    if latest is not None:
+    if came:
         raise WorkloadError(f"The loss calls backward() by itself: {_INSTEAD}")
 
 

@@ -151,7 +151,7 @@ class Evaluator:
         return loss | {str(name): _number(value, f"metric {name!r}") for name, value in given.items()}
 
     def _failure(self, error: BaseException) -> Failure:
-        return failure_of(error, self._rank, PHASE, self._live.model, None, self._device)
+        return failure_of(error, self._rank, PHASE, self._live.model, (), self._device)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -52,7 +53,7 @@ def explained(failure: Failure | None, stream: Stream, settings: Settings, devic
 
 
 def failure_of(
-    error: BaseException, rank: int, phase: str, model: nn.Module, latest: Tensor | None, device: Device
+    error: BaseException, rank: int, phase: str, model: nn.Module, came: Iterable[Tensor], device: Device
 ) -> Failure:
     """Describe an exception and let go of what it keeps alive: the frames of its traceback hold activations.
 
@@ -61,7 +62,7 @@ def failure_of(
         rank: this one, which Horovod forgets when it is shut down.
         phase: the part of the step.
         model: where modules are looked up.
-        latest: in backward, the parameter whose gradient came last.
+        came: in backward, the parameters that have got their gradient.
         device: read before anything is let go.
     """
     interrupted = isinstance(error, KeyboardInterrupt)
@@ -77,7 +78,7 @@ def failure_of(
         if any(_replays(one.__traceback__) for one in behind(error)):
             phase = "recomputation"
         else:
-            module = _next_backward(model, latest)
+            module = _next_backward(model, came)
     free = None
     with suppress(RuntimeError):  # of a device that answers nothing any more
         free = device.room() if oom else None
@@ -131,13 +132,14 @@ def _replays(trace: TracebackType | None) -> bool:
     return False
 
 
-def _next_backward(model: nn.Module, latest: Tensor | None) -> str:
+def _next_backward(model: nn.Module, came: Iterable[Tensor]) -> str:
     """The module whose gradients were due next; backward meets parameters in about the reverse of their order."""
     owners = [
         (param, _named(name, module)) for name, module in model.named_modules() for param in module.parameters(False)
     ]
     owners = [(param, name) for param, name in reversed(owners) if param.requires_grad]
-    done = next((index + 1 for index, (param, _) in enumerate(owners) if param is latest), 0)
+    there = set(map(id, came))
+    done = max((index + 1 for index, (param, _) in enumerate(owners) if id(param) in there), default=0)
     return owners[min(done, len(owners) - 1)][1] if owners else ""  # a criterion may have all that is trained
 
 

@@ -11,27 +11,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from ...internals.torch_internals import norms_of
+from ...internals.foreach_internals import norms_of, note_nonfinite
+from ...internals.torch_internals import address, version
 from ...shared.messages import Failure
 from .parts import Parts
 
 
-class GradientNorms:
-    """The 2-norms of this rank's gradients, in the types that they are in.
+class FiniteCheck:
+    """Whether the gradients of this rank are finite; they are looked at before they leave for other ranks.
 
-    A bucket that was sent already may hold the average by now: not finite in one is not finite in the other.
+    What is needed for it is made ahead of time: looking takes no memory, but of sparse gradients and such.
+
+    Args:
+        device: where the answer lies.
     """
 
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        """Measure the gradients of these weights; needs one value of memory for each."""
-        self._params = [param for param in params if param.grad is not None and param.numel()]
-        self._found: Tensor | None = None
-        self._norms = norms_of([values_of(param.grad) for param in self._params if param.grad is not None])
+    def __init__(self, device: torch.device) -> None:
+        self._found = torch.zeros((), dtype=torch.float32, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+
+    def begin(self) -> None:
+        """A step begins: nothing is known."""
+        self._found.zero_()
+
+    def look(self, gradients: Iterable[Tensor | None]) -> None:
+        """Look at these, where there are any, without waiting for the device. None of them may be under way."""
+        there = [gradient for gradient in gradients if gradient is not None]
+        try:
+            note_nonfinite(there, self._found, self._one)
+        except RuntimeError:  # not for this type or layout, or on another device
+            for gradient in there:
+                self._found += (~torch.isfinite(values_of(gradient)).all()).to(self._found.device)
 
     def nonfinite(self, loss: Tensor, scaler: GradScaler | None) -> Tensor:
         """Return whether the loss or a gradient is not finite, as a tensor on the device, without waiting for it.
@@ -39,25 +55,62 @@ class GradientNorms:
         Gradients of a loss that a ``scaler`` has scaled may overflow: it skips their updates and halves its scale. Once
         that is below 1 it is not the scale that makes them infinite.
         """
-        if self._norms:
-            self._found = ~torch.isfinite(torch.stack([norm.to(loss.device) for norm in self._norms])).all()
-            if scaler:
-                self._found = self._found & (scaler.scale(torch.ones_like(loss)) < 1)
-        return ~torch.isfinite(loss) if self._found is None else ~torch.isfinite(loss) | self._found
+        if scaler:
+            self._found *= scaler.scale(torch.ones_like(self._found)) < 1
+        return ~torch.isfinite(loss) | (self._found.to(loss.device) > 0)
 
-    def failure(self, rank: int, parts: Parts) -> Failure | None:
-        """Return this rank's failure because of its gradients; ``None`` if all are finite. Waits for the device."""
-        if self._found is None or not self._found:
+    def failure(self, rank: int, params: Iterable[Tensor], parts: Parts) -> Failure | None:
+        """Return this rank's failure because of its gradients; ``None`` if all are finite. Waits for the device.
+
+        A bucket that was sent may hold the average by now: not finite in one is not finite in the other.
+        """
+        if not self._found:
             return None
-        names = {id(param): name for name, param in parts.named_parameters()}
-        for param, norm in zip(self._params, self._norms, strict=True):
-            if not norm.isfinite():
+        for param in params:
+            if (gradient := param.grad) is not None and not torch.isfinite(values := values_of(gradient)).all():
+                names = {id(param): name for name, param in parts.named_parameters()}
                 message = (
-                    f"the gradient of {names[id(param)]} became {norm.item()}, though the loss is finite. Look for a "
-                    "function without a derivative there (sqrt, norm or log of 0), lower learning_rate or set clip_norm"
+                    f"the gradient of {names[id(param)]} became {values.norm().item()}, though the loss is finite. "
+                    "Look for a function without a derivative there (sqrt, norm or log of 0), lower learning_rate or "
+                    "set clip_norm"
                 )
                 return Failure(rank, "error", "backward", message)
         return None
+
+
+class NewGradients:
+    """Which weights get a gradient from now on: those that have another one then, or one that was added to.
+
+    Seen from the gradients themselves, when it is asked: a hook on every weight would cost each micro-batch more.
+    """
+
+    def __init__(self, params: Sequence[Tensor], marks: Sequence[object] | None = None) -> None:
+        """Begin with the gradients that there are, by their ``marks``; without any there is none."""
+        self._params, self._before = params, marks
+
+    @classmethod
+    def beside(cls, params: Sequence[Tensor]) -> NewGradients:
+        """Begin with the gradients that these weights have now."""
+        return cls(params, _marks(params))
+
+    @classmethod
+    def from_none(cls, params: Sequence[Tensor]) -> NewGradients:
+        """Let go of the gradients that these weights have, and begin."""
+        new = cls(params)
+        for param in new.weights():
+            param.grad = None
+        return new
+
+    def weights(self) -> list[Tensor]:
+        """Those that got one so far."""
+        if self._before is None:
+            return [param for param in self._params if param.grad is not None]
+        pairs = zip(self._params, self._before, _marks(self._params), strict=True)
+        return [param for param, before, now in pairs if before != now]
+
+
+def _marks(params: Iterable[Tensor]) -> list[tuple[int, int] | None]:
+    return [(address(grad), version(grad)) if (grad := param.grad) is not None else None for param in params]
 
 
 def values_of(gradient: Tensor) -> Tensor:
@@ -78,6 +131,8 @@ class GradientsHad:
         self._had: set[int] = set()
         self._lacked: set[int] = set()  # on all ranks, and were not frozen
         self._latest: Collection[int] | None = None
+        self._params: Sequence[Tensor] = ()  # of which those had one in some step that are there
+        self._there: Sequence[bool] = ()
 
     def note(self, params: Sequence[Tensor], absent: Collection[int], partial: bool) -> None:
         """A step counted in which the ``absent`` ones of these weights, by id, had a gradient on no rank."""
@@ -88,9 +143,13 @@ class GradientsHad:
         self._had.update(id(param) for param in params if id(param) not in absent)
         self._lacked.update(id(param) for param in params if id(param) in absent and param.requires_grad)
 
-    def is_news(self, params: Iterable[Tensor]) -> bool:
-        """Return whether one of these has a gradient now that had none in any step."""
-        return any(param.grad is not None and id(param) not in self._had for param in params)
+    def is_news(self, params: Sequence[Tensor], there: Sequence[bool]) -> bool:
+        """Return whether one of these weights, ``there`` are those with a gradient now, had none in any step."""
+        if params is self._params and there == self._there:
+            return False
+        news = not self._had.issuperset(map(id, compress(params, there)))
+        self._params, self._there = params, () if news else there
+        return news
 
     def never(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Those that had none in any step, though they were not frozen, and are not."""

@@ -6,6 +6,7 @@ import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import is_
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class LiveModel:
         self._own_rates = self._rates if self.own_optimizer else None  # another optimizer would live on in it
         self._parked: tuple[str, Parked, Rates] | None = None  # used last, until a step was done with another one
         self._in_use: str | None = None  # while other settings are tried: the optimizer's name
-        self.parameters: list[Tensor] = list(in_groups(self.optimizer))
+        self.parameters: list[Tensor] = in_groups(self.optimizer)
         self._known = {id(param): (weakref.ref(param), param.shape) for param in self.parts.parameters()}
         self._checkpointing: Checkpointing | None = None
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
@@ -222,7 +223,8 @@ class LiveModel:
 
     def relisted(self) -> bool:
         """Return whether the optimizer trains other weights than :attr:`parameters`: a cell added or removed some."""
-        return list(map(id, self._trained())) != list(map(id, self.parameters))
+        trained = self._trained()
+        return len(trained) != len(self.parameters) or not all(map(is_, trained, self.parameters))
 
     def relist(self) -> None:
         """Train from now on what the optimizer has. A collective. Raises ``WorkloadError`` if ranks have other ones."""
@@ -260,12 +262,11 @@ class LiveModel:
 
     def sparse_places(self) -> list[int]:
         """Return the places in :attr:`parameters` of tables whose gradients are sparse."""
-        sparse = (module for module in self.parts.modules() if getattr(module, "sparse", False) is True)
-        tables = {id(getattr(module, "weight", None)) for module in sparse}
+        tables = {id(getattr(one, "weight", None)) for one in self.parts.modules() if getattr(one, "sparse", 0) is True}
         return [place for place, param in enumerate(self.parameters) if id(param) in tables]
 
     def _trained(self) -> list[Tensor]:
-        trained = list(in_groups(self.optimizer))
+        trained = in_groups(self.optimizer)
         if self.own_optimizer is None or self.optimizer is self.own_optimizer:
             return trained
         known = set(map(id, trained))
@@ -383,10 +384,9 @@ class LiveModel:
         note_steps(self.parts.parameters(), steps)
         self.zero_grad()
 
-    def zero_grad(self) -> None:
-        """Let go of all gradients, also of those that a cell has left."""
-        for param in self.parts.parameters():
-            param.grad = None
+    def zero_grad(self, weights: list[Tensor] | None = None) -> None:
+        """Let go of all gradients, also of those that a cell has left; ``weights`` are all of the modules, if known."""
+        self.parts.zero_grad(self.parameters, weights)
 
     def _note(self, **applied: Any) -> None:
         self.settings = self.settings.replace(**applied)

@@ -29,6 +29,8 @@ _IMPLEMENTATION_FLAGS: dict[str, dict[str, bool]] = {
     "fused": {"foreach": False, "fused": True},
     "loop": {"foreach": False, "fused": False},
 }
+UPDATE_COPIES = 3
+"""Of what it writes: more than any of torch's optimizers allocates in an update, once it has its state."""
 _SPARSE = (
     "clip_norm needs dense gradients, and an embedding with sparse=True has sparse ones. Use clip_norm=none, or build "
     "the embedding without sparse=True"
@@ -57,7 +59,7 @@ def may_write(optimizer: Optimizer) -> list[Tensor]:
 
     One that is frozen on this rank alone gets one from the others.
     """
-    params = list(in_groups(optimizer))
+    params = in_groups(optimizer)
     written = [param for param in params if param.requires_grad or param.grad is not None]
     return written if from_torch(optimizer) else params
 
@@ -190,7 +192,7 @@ def update(
     Raises:
         WorkloadError: sparse gradients would have to be clipped.
     """
-    params = list(in_groups(optimizer))
+    params = in_groups(optimizer)
     if scaler:
         one = torch.ones((), dtype=torch.float32, device=params[0].device)
         before = scaler.scale(one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...internals.torch_internals import weights_by_name
 
+_USUAL = frozenset({Tensor, nn.Parameter})
 CRITERION = "loss."
 LOOSE = "optimizer."
 
@@ -38,6 +40,8 @@ class Parts:
         if isinstance(criterion, nn.Module):
             self.named[CRITERION] = criterion
         self._optimizers: list[Optimizer] = []
+        self._known: tuple[list[Tensor] | None, ...] = (None, None)  # of which the others follow
+        self._others: list[Tensor] = []
 
     def join(self, *optimizers: Optimizer | None) -> None:
         """Count the weights that these optimizers train too, and no others from before."""
@@ -45,9 +49,17 @@ class Parts:
 
     def parameters(self) -> Iterator[Tensor]:
         """Every weight once, trained or not."""
-        # In each step several times, so without names.
         of_modules = chain.from_iterable(weights_by_name(module).values() for module in self.modules())
-        return iter({id(param): param for param in (*of_modules, *self._loose()) if param is not None}.values())
+        yield from {id(param): param for param in (*of_modules, *self._loose()) if param is not None}.values()
+
+    def zero_grad(self, trained: list[Tensor], weights: list[Tensor] | None) -> None:
+        """Let go of the gradients of what is ``trained``, and of the parts' ``weights``; ``None``: look for these."""
+        known = trained, weights
+        if weights is None or not all(map(is_, known, self._known)):
+            ids, self._known = set(map(id, trained)), known
+            self._others = [one for one in (weights or self.parameters()) if id(one) not in ids]
+        for param in chain(trained, self._others):
+            param.grad = None
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight once, trained or not."""
@@ -82,9 +94,10 @@ class Parts:
         return chain.from_iterable(map(in_groups, self._optimizers))
 
 
-def in_groups(optimizer: Optimizer) -> Iterable[Tensor]:
+def in_groups(optimizer: Optimizer) -> list[Tensor]:
     """Return the weights that an optimizer trains, in its order, without what is none: a cell may have put it there."""
-    return (param for group in optimizer.param_groups for param in group["params"] if isinstance(param, Tensor))
+    found = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return found if _USUAL.issuperset(map(type, found)) else [one for one in found if isinstance(one, Tensor)]
 
 
 class Modes:

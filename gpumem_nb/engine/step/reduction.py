@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from .buckets import (
     stand_ins,
     widened,
 )
-from .gradients import square_of
+from .gradients import FiniteCheck, square_of
 from .step_clock import BucketTransfer
 
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
@@ -61,7 +62,9 @@ class GradientReduction:
     has because it lets go of its own first. All ranks discard that step, so what it sends does not matter.
 
     Attributes:
-        latest: the weight whose gradient was computed last, which tells how far backward got.
+        finite: whether the gradients of this rank are, as far as they were looked at in the step under way.
+        there: which weights had a gradient when :meth:`look_at_rest` was called.
+        nbytes: of all weights that are not frozen on all ranks.
         torn: a gradient changed after it had left, as reentrant checkpoints can do: the step must be taken again,
             on all ranks after :meth:`wait_for_backward`.
         transfers: the buckets that have arrived since :meth:`begin`.
@@ -94,11 +97,11 @@ class GradientReduction:
         self._early = True
         self._armed = False
         self._learned: tuple[list[float], tuple[Tensor, ...], set[int]] = ([], (), set())
-        self._codes: tuple[tuple[int, ...], Tensor] | None = None
+        self._codes: tuple[tuple[list[bool], list[bool]], Tensor] | None = None
         self._buckets: list[Bucket] = []
         self._grouped: list[bool] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.latest: Tensor | None = None
+        self.finite, self.there = FiniteCheck(device), list[bool]()
         self.torn = False
         self._under_way: deque[Bucket] = deque()
         self.transfers: list[BucketTransfer] = []
@@ -119,14 +122,15 @@ class GradientReduction:
     def _group(self) -> None:
         grouped = [param for param, is_frozen in zip(self._params, self._grouped, strict=True) if not is_frozen]
         self._buckets = into_buckets(grouped, self._config.bucket_bytes)
+        self.nbytes = sum(bucket.bytes for bucket in self._buckets)
         self.come_last()
 
     def come_last(self) -> None:
-        """Send gradients after whatever hooks there are by now have changed them."""
+        """Send gradients after whatever hooks there are by now have changed them. One rank by itself sends none."""
         self.remove()
         self._hooks = [
-            param.register_post_accumulate_grad_hook(lambda param, bucket=bucket: self._gradient_ready(param, bucket))
-            for bucket in self._buckets
+            param.register_post_accumulate_grad_hook(partial(self._gradient_ready, bucket))
+            for bucket in (self._buckets if max(self._ranks, here().size) > 1 else ())
             for param in bucket.params
             if param.requires_grad
         ]
@@ -142,14 +146,9 @@ class GradientReduction:
         return self._params, absent, bool(partial)
 
     def begin(self, config: ReductionConfig, rounding_measured: bool, squares_measured: bool) -> None:
-        """A step begins, perhaps for another time.
-
-        Args:
-            config: how gradients travel in it.
-            rounding_measured: whether :attr:`lost` is wanted of it.
-            squares_measured: whether the squared norms before and after the reduction are.
-        """
+        """A step begins, perhaps for another time; it tells :attr:`lost` and squared norms if these are measured."""
         self.transfers.clear()
+        self.finite.begin()
         self._rounded = [] if rounding_measured else None
         self._measures = squares_measured and config.reduction != "adasum"  # which makes no average
         before, self._config = self._config, config
@@ -175,11 +174,15 @@ class GradientReduction:
             bucket.ready.clear()
         self._armed = True
 
-    def measure_rest(self) -> None:
-        """Measure the gradients that were not sent yet, if the step is measured."""
-        for bucket in self._buckets:
-            if bucket.transfer is None:
-                self._measure(bucket)
+    def look_at_rest(self) -> None:
+        """Look whether the gradients that were not sent yet are finite, and measure them if the step is measured."""
+        gradients = [param.grad for param in self._params]
+        self.there = [gradient is not None for gradient in gradients]
+        unsent = [bucket for bucket in self._buckets if bucket.transfer is None]
+        rest = (param.grad for bucket in unsent for param in bucket.params)
+        self.finite.look(gradients if len(unsent) == len(self._buckets) else rest)
+        for bucket in unsent:
+            self._measure(bucket)
 
     def average_square(self) -> Tensor | None:
         """Return the squared norm of the averaged gradients, on the device; ``None`` if the step is not measured."""
@@ -196,7 +199,7 @@ class GradientReduction:
         some were ``missed``, or a rank failed.
 
         Args:
-            failed: this rank could not finish forward and backward, so that it has no gradients to send.
+            failed: this rank has no gradients to send; otherwise :meth:`look_at_rest` comes before.
 
         Raises:
             BaseException: what keeps this rank from taking part at all; the others wait for it.
@@ -272,9 +275,10 @@ class GradientReduction:
             self._row[NUMBERS].copy_(torch.stack(squares).sum())
         else:
             self._row[NUMBERS].fill_(0)
-        codes = tuple(FROZEN * (not param.requires_grad) + (param.grad is not None) for param in self._params)
-        if self._codes is None or self._codes[0] != codes:  # fetching it from the host would wait for the device
-            self._codes = codes, torch.tensor(codes, dtype=torch.float32, device=self._row.device)
+        facts = [param.requires_grad for param in self._params], self.there
+        if self._codes is None or self._codes[0] != facts:  # fetching it from the host would wait for the device
+            codes = [FROZEN * (not trained) + there for trained, there in zip(*facts, strict=True)]
+            self._codes = facts, torch.tensor(codes, dtype=torch.float32, device=self._row.device)
         self._row[NUMBERS + 1 :].copy_(self._codes[1])
 
     def _take_part(self, order: list[Bucket], carrier: Bucket | None) -> None:
@@ -323,8 +327,7 @@ class GradientReduction:
             hook.remove()
         self._hooks = []
 
-    def _gradient_ready(self, param: Tensor, bucket: Bucket) -> None:
-        self.latest = param
+    def _gradient_ready(self, bucket: Bucket, param: Tensor) -> None:
         if not self._armed or here().size == 1:
             return
         self._notice_arrivals()
@@ -335,6 +338,7 @@ class GradientReduction:
         bucket.ready.add(id(param))
         later = bucket is self._buckets[-1] or widened(bucket, self._config.compressed)
         if self._early and len(bucket.ready) == len(bucket.params) and not later:
+            self.finite.look(param.grad for param in bucket.params)
             self._measure(bucket)
             with postponed():  # what Horovod has begun must be known: it would be sent a second time
                 self._send(bucket, None)

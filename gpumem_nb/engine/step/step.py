@@ -31,6 +31,7 @@ from . import optimizers
 from .ambient import Ambient, autocast, check_no_backward, updates_refused
 from .checks import checked_loss
 from .failures import failure_of
+from .gradients import NewGradients
 from .known_updates import KnownUpdates
 from .live_model import LiveModel
 from .own_loss import micro_batches
@@ -39,8 +40,6 @@ from .step_clock import UNDOING, StepClock
 from .voting import StepOrder, Voting
 
 MOST_ATTEMPTS = 4  # at one step, before the user's code is taken to change what it trains each time
-# Of what it writes: more than any of torch's optimizers allocates in an update, once it has its state.
-UPDATE_COPIES = 3
 _RESTLESS = (
     f"the ranks did not come to agree in {MOST_ATTEMPTS} attempts at this step: which weights are trained, or get a "
     "gradient, changes every time it is tried. Let the model, the loss and their hooks leave requires_grad and the "
@@ -97,6 +96,7 @@ class Stepper:
         self.work_s = self.data_s = self.update_s = 0.0
         self._clock = StepClock(device.torch_device)
         self.looks, self.not_foreseen = Looks(), ""
+        self._new = NewGradients(())  # in the micro-batch under way
         self._scales: Tensor | None = None  # of the loss, before and after the update
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
@@ -161,8 +161,7 @@ class Stepper:
         """
         before, loss, self._scales = None, None, None
         self.voting.attempt_begins(order)
-        for param in self._live.parameters:
-            param.grad = None
+        self._new = NewGradients.from_none(self._live.parameters)
         if failure is None and not order.trial:
             failure, self._after_update = self._after_update, None
         if failure is None:
@@ -177,7 +176,7 @@ class Stepper:
         if not discarded:
             failure, discarded = self._end(order.trial, votes.careful, before)
         self.enter(TOOLKIT)
-        self._live.zero_grad()
+        self._live.zero_grad(None if discarded else self._forward_state.of_parts)
         if discarded:
             self._undo(before)
             if not order.trial:  # whose end is not that of what is tried
@@ -191,8 +190,8 @@ class Stepper:
 
     def failure(self, error: BaseException) -> Failure:
         """Return what went wrong in the part of the step under way."""
-        latest = self.voting.reduction.latest
-        return failure_of(error, self._stream.rank, self.phase, self._live.model, latest, self._device)
+        came = self._new.weights()
+        return failure_of(error, self._stream.rank, self.phase, self._live.model, came, self._device)
 
     def close(self) -> None:
         """Take the hooks off the parameters again."""
@@ -253,10 +252,10 @@ class Stepper:
                 if Recorder.current:
                     Recorder.current.claim(INPUTS, tensors_in(batch))
                 self._begin(FORWARD)
-                self.voting.reduction.latest = None
+                self._new = NewGradients.beside(self._live.parameters) if index else self._new
                 with autocast(settings.precision, device.type):
                     loss = self._live.loss(self._live.model, batch)
-                    check_no_backward(self.voting.reduction.latest)
+                    check_no_backward(self._new.weights())
                     loss = checked_loss(loss) / settings.accumulation_steps
                 self.looks.batch(batch)
                 del batch
@@ -274,13 +273,17 @@ class Stepper:
         """Return whether this update could end half way: short of memory, or in the user's own code."""
         if not order.proven or not optimizers.from_torch(self._live.optimizer):
             return True
-        if self.voting.had.is_news(self.voting.reduction.gradients[0]):  # whose state is made in it
+        reduction = self.voting.reduction
+        if self.voting.had.is_news(reduction.gradients[0], reduction.there):  # whose state is made in it
             return True
         room = self._device.room()
         if room is None:
             return True
+        if room >= optimizers.UPDATE_COPIES * reduction.nbytes:
+            return False
         # What is cached is room as well. Asked for only when it matters, because it takes a look at all blocks.
-        needed = UPDATE_COPIES * sum(param.nbytes for param in optimizers.may_write(self._live.optimizer))
+        weights = optimizers.may_write(self._live.optimizer)
+        needed = optimizers.UPDATE_COPIES * sum(weight.nbytes for weight in weights)
         return room < needed and room + self._device.releasable() < needed
 
     def _end(self, trial: bool, careful: bool, before: ForwardUndo | None) -> tuple[Failure | None, bool]:

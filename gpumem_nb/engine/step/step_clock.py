@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,8 +57,7 @@ class BucketTransfer:
     bucket: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     """The begin of a part: by the process's clock, and on GPUs by an event of the device's.
 
     ``cpu_s`` is how long the thread had computed by then.

@@ -17,7 +17,7 @@ from ..link.communicator import here
 from .ballot import Votes, WeightWatch, write_ballot
 from .buckets import ReductionConfig
 from .failures import nonfinite_loss
-from .gradients import GradientNorms, GradientsHad, is_measured
+from .gradients import FiniteCheck, GradientsHad, is_measured
 from .live_model import LiveModel
 from .reduction import GradientReduction, Reduced
 
@@ -95,7 +95,7 @@ class Voting:
         """Average the gradients over all ranks, and learn what any of them votes for; this rank may fail in it."""
         try:
             with self._device.exempt():
-                compared, norms, failure = self._write_ballot(order, loss, failure, step)
+                compared, checked, failure = self._write_ballot(order, loss, failure, step)
                 step.enter(REDUCTION)
                 reduced = self.reduction.finish(failure is not None)
                 if reduced.error is not None:
@@ -104,7 +104,7 @@ class Voting:
                 if failure is not None and not votes.failed:
                     raise reduced.error or RuntimeError(failure.message)  # the others do not know of it
                 step.enter(TOOLKIT)
-                return self._seen(order, loss, votes, reduced, compared, norms, failure)
+                return self._seen(order, loss, votes, reduced, compared, checked, failure)
         except BaseException as error:
             # Either the ranks came apart already, or this one cannot take part: then no rank may wait for it.
             failure = failure or step.failure(error)
@@ -120,7 +120,7 @@ class Voting:
         votes: Votes,
         reduced: Reduced,
         compared: bool,
-        norms: GradientNorms | None,
+        checked: bool,
         failure: Failure | None,
     ) -> tuple[Votes, Failure | None]:
         """Return what follows from the votes, and this rank's failure if it has one."""
@@ -130,8 +130,8 @@ class Voting:
         self._agreed = compared and not (votes.compare or votes.differ)
         if votes.nonfinite and failure is None and loss is not None:
             bad_loss = None if loss.isfinite() else nonfinite_loss(self._rank, loss)
-            told = norms is not None and not votes.failed  # a rank that failed sends whatever its memory holds
-            failure = bad_loss or (norms.failure(self._rank, self._live.parts) if norms and told else None)
+            told = checked and not votes.failed  # a rank that failed sends whatever its memory holds
+            failure = bad_loss or (self._of_gradients(self.reduction.finite) if told else None)
         elif self._config.compressed and here().size > 1 and not (votes.failed or votes.nonfinite or votes.unsure):
             failure = self._overflow()
             votes = replace(votes, nonfinite=failure is not None)
@@ -139,10 +139,11 @@ class Voting:
 
     def _overflow(self) -> Failure | None:
         """Return what became too large for fp16 when it was sent: all ranks have the same average and find the same."""
-        norms = GradientNorms(self._live.parameters)
-        if not norms.nonfinite(torch.zeros((), dtype=torch.float32, device=self._device.torch_device), self._scaler):
+        check = FiniteCheck(self._device.torch_device)
+        check.look(param.grad for param in self._live.parameters)
+        if not check.nonfinite(torch.zeros((), dtype=torch.float32, device=self._device.torch_device), self._scaler):
             return None
-        failure = norms.failure(self._rank, self._live.parts)
+        failure = self._of_gradients(check)
         assert failure is not None
         message = (
             f"a gradient was too large for compression=fp16, whose largest number is 65,504, on the way to the "
@@ -150,6 +151,9 @@ class Voting:
             "let the loss be smaller"
         )
         return replace(failure, phase="reduction", message=message)
+
+    def _of_gradients(self, check: FiniteCheck) -> Failure | None:
+        return check.failure(self._rank, self._live.parameters, self._live.parts)
 
     @property
     def _scaler(self) -> GradScaler | None:
@@ -195,16 +199,18 @@ class Voting:
 
     def _write_ballot(
         self, order: StepOrder, loss: Tensor | None, failure: Failure | None, step: Stepper
-    ) -> tuple[bool, GradientNorms | None, Failure | None]:
-        """Vote; what goes wrong in asking fails the step. Returns whether this rank's weights are compared."""
-        nonfinite, digest, norms = None, None, None
+    ) -> tuple[bool, bool, Failure | None]:
+        """Vote; what goes wrong in asking fails the step.
+
+        Returns whether this rank's weights are compared, and whether its gradients were looked at.
+        """
+        nonfinite, digest, checked = None, None, False
         careful, relisted = True, False
         try:
             relisted = self._live.relisted()
             if loss is not None:
-                self.reduction.measure_rest()
-                norms = GradientNorms(self._live.parameters)
-                nonfinite = norms.nonfinite(loss, self._scaler)
+                self.reduction.look_at_rest()
+                nonfinite, checked = self.reduction.finite.nonfinite(loss, self._scaler), True
                 digest = self.watch.digest() if self._compares(order) else None
             careful = step.update_may_fail(order)
         except BaseException as error:
@@ -212,7 +218,7 @@ class Voting:
         left = signals.nudged_since(order.nudges)
         flags = failure is not None, left, careful, self.reduction.torn, relisted
         write_ballot(self.reduction.ballot, flags, nonfinite, digest)
-        return digest is not None, norms, failure
+        return digest is not None, checked, failure
 
     def _compares(self, order: StepOrder) -> bool:
         """Return whether the ranks' weights are compared in this step; not in trials, of which questions take many."""

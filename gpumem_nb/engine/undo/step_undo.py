@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import base_of, forget_scaler, version
+from ...internals.torch_internals import base_of, forget_scaler, versions
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
@@ -38,7 +38,7 @@ class ForwardUndo:
         self._python = state.python.take()
         self._others = state.others_before(self._python)
         self._buffers = state.always_kept()
-        self._frozen = [(weight, weight.requires_grad) for weight in state.weights]
+        self._frozen = state.weights, [weight.requires_grad for weight in state.weights]
         self._random = RandomState.take()
 
     def undo(self) -> None:
@@ -64,7 +64,7 @@ class ForwardUndo:
             self._state.tell_of(missed, self.weights.looked_after if self.weights else set())
 
     def _freeze_again(self) -> None:
-        for weight, trained in self._frozen:
+        for weight, trained in zip(*self._frozen, strict=True):
             if weight.requires_grad != trained:
                 weight.requires_grad_(trained)
 
@@ -83,6 +83,7 @@ class ForwardState:
 
     Attributes:
         weights: all that are found in these, trained or not.
+        of_parts: those of them that are the modules' own.
     """
 
     def __init__(self, parts: Iterable[nn.Module], *code: Callable[..., Any], on_host: bool = False) -> None:
@@ -99,6 +100,7 @@ class ForwardState:
         self._found: Reachable | None = None
         self._trained: set[int] = set()
         self.weights: list[Tensor] = []
+        self.of_parts: list[Tensor] = []
         self._other_weights: list[tuple[Key, Tensor]] = []  # frozen, or of an average that a hook keeps, for example
         self._small_weights: list[Tensor] = []  # among these
         self._cells = cells.ran()
@@ -120,7 +122,8 @@ class ForwardState:
             self._found = self.python.found
             weights = self.python.weights()
             self.weights = [weight for _, weight in weights]
-            ours = {id(weight) for part in self._parts for weight in part.parameters() if weight.requires_grad}
+            self.of_parts = [weight for part in self._parts for weight in part.parameters()]
+            ours = {id(weight) for weight in self.of_parts if weight.requires_grad}
             self._trained = {id(weight) for _, weight in weights} & ours
             others = [(key, one) for key, one in weights if id(one) not in self._trained and can_be_filled(one)]
             self._small_weights = [one for _, one in others if one.nbytes <= SMALL_BYTES]
@@ -177,7 +180,8 @@ class KeptWeights:
     def __init__(self, copied: Iterable[Tensor], summed: Iterable[Tensor] = (), watched: Iterable[Tensor] = ()) -> None:
         self._copied = [(weight, host_copy(weight)) for weight in copied]
         self._summed = [(weight, quick_checksum(weight)) for weight in summed]
-        self._watched = [(weight, version(weight)) for weight in watched]
+        self._watched = list(watched)
+        self._versions = versions(self._watched)
         self.missed: list[Tensor] = []
 
     @classmethod
@@ -209,8 +213,11 @@ class KeptWeights:
 
     def watch_no_more(self) -> None:
         """Forward and backward are over: what comes is the update, which a question may take and undo."""
-        self.missed += [weight for weight, before in self._watched if version(weight) != before]
-        self._watched = []
+        now = versions(self._watched)
+        if now != self._versions:
+            known = zip(self._watched, self._versions, now, strict=True)
+            self.missed += [weight for weight, before, after in known if after != before]
+        self._watched, self._versions = [], []
 
     @property
     def copied(self) -> set[int]:
@@ -261,7 +268,8 @@ class WrittenByForward:
             return KeptWeights.before_forward(trained, weights, copy)
         self._written += self._missed
         known = set(map(id, self._written))
-        kept = KeptWeights(self._written, watched=(weight for weight in trained if id(weight) not in known))
+        watched = (weight for weight in trained if id(weight) not in known) if known else trained
+        kept = KeptWeights(self._written, watched=watched)
         self._missed = kept.missed
         return kept
 
