@@ -27,7 +27,7 @@ make bench   set up, then print the measured ratios beside their targets
 make matrix  set up, then hold every model and habit against a plain loop (docs/compatibility.md)
 make soak    set up, then half an hour of random flips and faults on four ranks (docs/reliability.md)
 make lint    set up, then run ruff, mypy and the import rules
-make cuda-build      set up copies of the checkout with both CUDA builds of Horovod, which needs no GPU
+make cuda-build      set up copies of the checkout with both CUDA builds of Horovod for three torches; needs no GPU
 make matrix-install  set up copies of it with other Pythons and torches (docs/install.md)
 make clean   remove .venv and caches from the checkout (the built Horovod stays in your cache)
 

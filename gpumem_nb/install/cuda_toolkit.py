@@ -21,10 +21,14 @@ from .long_step import long_step
 
 USUAL = Path("/usr/local/cuda")
 NAMED_BY = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
-COMPILER = "nvcc,cccl,culibos"
-"""Extras of ``cuda-toolkit``: the compiler, headers that CUDA's own include, what its static runtime is linked with."""
-BESIDE_COMPILER = ("nvidia-nvvm", "nvidia-cuda-crt")
-"""What nvcc compiles with: of another release than its own, its code is refused ("Unsupported .version 9.5")."""
+COMPILER = "nvcc,nvvm,crt,cccl,culibos,cudart"
+"""Extras of ``cuda-toolkit``: the compiler, what it compiles with, headers that CUDA's own include, what its static
+runtime is linked with, and that.
+
+nvcc 13.0's own wheel leaves what it compiles with free, and of another release than its own the code is refused
+("Unsupported .version 9.5"). Each extra pins its packages (``cuda-toolkit`` 13.0.0 to 13.2.2).
+"""
+ONE_RELEASE = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt")
 INSTALL_TIMEOUT_S = 1800
 _NEEDED = ("bin/nvcc", "include/cuda_runtime.h")
 _NEEDED_OF_WHEELS = (*_NEEDED, "include/nv/target", "lib/libculibos.a")  # one file of each package
@@ -56,9 +60,10 @@ def obtain(cuda: str, scratch: Path) -> Path:
             )
         return named
     wheels, system = wheel_folders(cuda), on_the_system(cuda)
-    if wheels and not _have(wheels, _NEEDED_OF_WHEELS) and (compiler := pinned_compiler()):
+    whole = _have(wheels, _NEEDED_OF_WHEELS) and of_one_release()
+    if wheels and not whole and (compiler := pinned_compiler()):
         try:
-            install(*compiler)
+            install(compiler)
         except SetupError:
             if system is None:
                 raise
@@ -103,20 +108,22 @@ def release_of(folder: Path) -> str:
     return found[1] if found else ""
 
 
-def pinned_compiler() -> tuple[str, ...]:
-    """Return pip's names of the installed torch's compiler, such as ``cuda-toolkit[nvcc,cccl,culibos]==13.0.2``.
-
-    Some versions of ``cuda-toolkit`` pin nvcc and leave free what it compiles with: that gets nvcc's release here.
-    """
-    for line in importlib.metadata.requires("torch") or []:
-        if found := _PIN.match(line):
-            release = ".".join(found["version"].split(".")[:2])
-            beside = (f"{name}=={release}.*" for name in BESIDE_COMPILER)
-            return f"cuda-toolkit[{COMPILER}]=={found['version']}", *beside
-    return ()
+def pinned_compiler() -> str:
+    """Return pip's name of the installed torch's compiler, such as ``cuda-toolkit[nvcc,nvvm,crt]==13.0.2``."""
+    pins = filter(None, map(_PIN.match, importlib.metadata.requires("torch") or []))
+    return next((f"cuda-toolkit[{COMPILER}]=={pin['version']}" for pin in pins), "")
 
 
-def install(*requirements: str) -> None:
+def of_one_release() -> bool:
+    """Return whether nvcc and what it compiles with are, as far as they are installed."""
+    releases = set()
+    for name in ONE_RELEASE:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            releases.add(tuple(importlib.metadata.version(name).split(".")[:2]))
+    return len(releases) <= 1
+
+
+def install(requirement: str) -> None:
     """Put the compiler into this environment, beside the libraries that torch brought.
 
     Raises:
@@ -124,9 +131,9 @@ def install(*requirements: str) -> None:
     """
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     try:
-        with long_step(f"Installing torch's CUDA compiler, {requirements[0]}"):
+        with long_step(f"Installing torch's CUDA compiler, {requirement}"):
             subprocess.run(
-                [*command, *requirements],
+                [*command, requirement],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -137,7 +144,7 @@ def install(*requirements: str) -> None:
         late = f"it took longer than {INSTALL_TIMEOUT_S // 60} minutes"
         said = str(error.stderr or "").strip().splitlines() or [late]
         raise SetupError(
-            f"pip could not install {' '.join(requirements)}: {said[-1]}. Install a CUDA toolkit yourself, and "
+            f"pip could not install {requirement}: {said[-1]}. Install a CUDA toolkit yourself, and "
             "say where it is with CUDA_HOME=/usr/local/cuda"
         ) from None
 

@@ -1,8 +1,9 @@
 """Set-up as a new user types it, in a copy of this checkout for each torch and Python: does it end, and do ranks train?
 
-``make cuda-build``: both CUDA builds of Horovod are compiled, linked, imported and proven on the CPU; needs no GPU, no
-toolkit, 12 GB of disk and the package index. ``make matrix-install``: Pythons and torches; writes docs/install.md. It
-takes an hour; ``python -m tests.install.run matrix python3.12`` tries some of the Pythons and leaves the others' rows.
+``make cuda-build``: both CUDA builds of Horovod, for each of three torches, are compiled, linked, imported and proven
+on the CPU; needs no GPU, no toolkit, 12 GB of disk and the package index. ``python -m tests.install.run cuda 2.15``
+builds for one of these torches. ``make matrix-install``: Pythons and torches; writes docs/install.md. It takes an
+hour; ``python -m tests.install.run matrix python3.12`` tries some of the Pythons and leaves the others' rows.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ REPORT = ROOT / "docs" / "install.md"
 MARKER = "<!-- the rest is written by make matrix-install -->\n"
 PYTHONS = ("python3.11", "python3.12", "python3.13")
 TORCHES = ("torch==2.8.*", "torch==2.9.*", "torch==2.13.*", "torch==2.15.*", "")  # the last: what set-up chooses
-# Of the build of torch that the index has for every platform, for which a plain number of its version stands.
-CUDA_TORCH = "torch===2.13.0"
+# Of the builds of torch that the index has for every platform, for which a plain number of a version stands: with CUDA
+# 13.0 whose packages leave the compiler's parts free, with one that pins them, and the newest, with CUDA 13.2.
+CUDA_TORCHES = ("torch===2.11.0", "torch===2.13.0", "torch===2.15.0")
 OTHERS = ("CUDA_", "HOROVOD_", "MAKE", "MFLAGS")  # what a row's own variables shall not be mixed with
 CAPABILITY = "90"  # nobody has to ask a GPU for it
 
@@ -63,15 +65,17 @@ class Outcome:
 
 
 CUDA_ROWS = [
-    Row("python3", CUDA_TORCH, {"HOROVOD_GPU": mode, "HOROVOD_BUILD_CUDA_CC_LIST": CAPABILITY}, parts)
+    Row("python3", torch, {"HOROVOD_GPU": mode, "HOROVOD_BUILD_CUDA_CC_LIST": CAPABILITY}, parts)
+    for torch in CUDA_TORCHES
     for mode, parts in (("nccl", {"MPI", "CUDA", "NCCL"}), ("staged", {"MPI", "CUDA"}))
 ]
 
 
 def main() -> int:
     """Set up all rows, one after another, and say what came of each; the exit code is 0 if all ended well."""
-    if sys.argv[1:] == ["cuda"]:
-        rows = CUDA_ROWS
+    of_cuda = sys.argv[1:2] == ["cuda"]
+    if of_cuda:
+        rows = cuda_rows(sys.argv[2:])
     else:
         wanted = sys.argv[2:] or PYTHONS
         there = [python for python in wanted if shutil.which(python)]
@@ -87,13 +91,21 @@ def main() -> int:
         outcomes.append(outcome := set_up(row))
         print(f"== {outcome.found or outcome.sentence} ({outcome.took_s:.0f} s)", flush=True)
     print("\n".join(table(rows, outcomes)))
-    if rows is not CUDA_ROWS:
+    if not of_cuda:
         by_hand, _, before = REPORT.read_text().partition(MARKER)
         again = tuple(f"| {row.number}{after}" for row in rows for after in (".", " "))
         kept = [line for line in before.splitlines()[2:] if not line.startswith(again)]
         heading, line, *new = table(rows, outcomes)
         REPORT.write_text("\n".join([by_hand + MARKER + heading, line, *sorted(kept + new), ""]))
     return 0 if all(outcome.found for outcome in outcomes) else 1
+
+
+def cuda_rows(versions: Sequence[str]) -> list[Row]:
+    """Those of these torches, such as ``2.15``; all of them where none is named."""
+    unknown = [one for one in versions if not any(f"==={one}." in f"{torch}." for torch in CUDA_TORCHES)]
+    if unknown:
+        raise SystemExit(f"There is no build for torch {unknown[0]} here: name some of {', '.join(CUDA_TORCHES)}.")
+    return [row for row in CUDA_ROWS if not versions or any(f"==={one}." in f"{row.torch}." for one in versions)]
 
 
 def set_up(row: Row) -> Outcome:

@@ -83,15 +83,34 @@ def test_the_compiler_that_torch_pins_is_installed_where_there_is_none(
     wheels(site_packages, compiler=False)
     installed: list[str] = []
 
-    def install(*requirements: str) -> None:
-        installed.extend(requirements)
+    def install(requirement: str) -> None:
+        installed.append(requirement)
         wheels(site_packages, compiler=True)
 
     monkeypatch.setattr(cuda_toolkit, "install", install)
     home = cuda_toolkit.obtain("13.0", tmp_path)
     assert (home / "bin" / "nvcc").resolve().is_relative_to(site_packages)
-    # What nvcc compiles with is of its own release: a newer one makes code that it refuses.
-    assert installed == ["cuda-toolkit[nvcc,cccl,culibos]==13.0.3", "nvidia-nvvm==13.0.*", "nvidia-cuda-crt==13.0.*"]
+    # What nvcc compiles with comes in its own release: a newer one makes code that it refuses.
+    assert installed == ["cuda-toolkit[nvcc,nvvm,crt,cccl,culibos,cudart]==13.0.3"]
+
+
+@pytest.mark.parametrize("crt", ["13.0.88", "13.5.37"])
+def test_a_compiler_with_parts_of_another_release_is_installed_anew(
+    site_packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crt: str
+) -> None:
+    there = {"nvidia-cuda-nvcc": "13.0.88", "nvidia-cuda-crt": crt}  # nvidia-nvvm may be a part of nvcc's wheel
+
+    def version(name: str) -> str:
+        if name not in there:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return there[name]
+
+    wheels(site_packages, compiler=True)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    installed: list[str] = []
+    monkeypatch.setattr(cuda_toolkit, "install", installed.append)
+    cuda_toolkit.obtain("13.0", tmp_path)
+    assert len(installed) == (crt != "13.0.88")
 
 
 def test_a_compiler_that_pip_puts_in_another_place_than_torchs_is_found(
@@ -99,7 +118,7 @@ def test_a_compiler_that_pip_puts_in_another_place_than_torchs_is_found(
 ) -> None:
     of_torch, own = wheels(site_packages, compiler=False), tmp_path / "own"
 
-    def install(*requirements: str) -> None:
+    def install(requirement: str) -> None:
         wheels(own, compiler=True)
         monkeypatch.setenv("PYTHONPATH", f"{site_packages}:{own}")
 
