@@ -176,6 +176,8 @@ class _Reduction:
         self._meeting, self._key, self._tensors, self._operation = meeting, key, tensors, operation
         self._arrived = False
 
+    arrived_s: float | None = None
+
     def done(self) -> bool:
         return self._arrived or self._meeting.complete(self._key)
 

@@ -33,18 +33,19 @@ class StepTimes:
     Attributes:
         seconds: of each of ``PARTS``. They sum to the step, on GPUs to what the device took for it.
         hidden_s: in how much of backward gradients were on their way already, at most: that they have arrived is
-            noticed with the next gradient. ``None`` on GPUs, where backward is over for the process long before it is
-            for the device.
+            noticed with the next gradient, on GPUs after the process has sent all. ``None`` where it is not known.
         data_cpu_s: of the wait for data, in how much the rank itself computed; in the rest it waited, for a disk or for
             its workers.
         queued_s: in how much of the step the rank was ready to go on and had no core to go on with, because others used
             it. ``None`` where the system does not tell.
+        of_device: whether the parts are times of a GPU, beside which the process may run ahead.
     """
 
     seconds: tuple[float, ...]
     hidden_s: float | None
     data_cpu_s: float = 0.0
     queued_s: float | None = None
+    of_device: bool = False
 
     @classmethod
     def of(
@@ -53,9 +54,10 @@ class StepTimes:
         hidden_s: float | None,
         data_cpu_s: float = 0.0,
         queued_s: float | None = None,
+        of_device: bool = False,
     ) -> StepTimes:
         """From the seconds of some parts; the others took none."""
-        return cls(tuple(seconds.get(part, 0.0) for part in PARTS), hidden_s, data_cpu_s, queued_s)
+        return cls(tuple(seconds.get(part, 0.0) for part in PARTS), hidden_s, data_cpu_s, queued_s, of_device)
 
     def __getitem__(self, part: str) -> float:
         """Seconds of a part."""
@@ -86,7 +88,7 @@ class StepTimes:
     @property
     def starved_share(self) -> float | None:
         """The share of the step in which the rank was ready and had no core; ``None`` on GPUs, which go on then."""
-        if self.queued_s is None or self.hidden_s is None:
+        if self.queued_s is None or self.of_device:
             return None
         return self.queued_s / (self.total_s or 1)
 

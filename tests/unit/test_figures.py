@@ -227,21 +227,21 @@ def test_what_settings_needed_of_another_model_is_no_advice_for_this_one(history
     assert "had a peak of" not in said()
 
 
-def waiting(queued_s: float | None, hidden_s: float | None = 0.0) -> StepTimes:
+def waiting(queued_s: float | None, of_gpu: bool = False) -> StepTimes:
     """Of a step of 100 ms in which the rank had no core for so long."""
-    return StepTimes.of({FORWARD: 0.1}, hidden_s, queued_s=queued_s)
+    return StepTimes.of({FORWARD: 0.1}, 0.0, queued_s=queued_s, of_device=of_gpu)
 
 
 @pytest.mark.parametrize(
-    ("queued_s", "hidden_s", "comparable"),
-    [(0.084, 0.0, False), (0.02, 0.0, False), (0.005, 0.0, True), (None, 0.0, True), (0.084, None, True)],
+    ("queued_s", "of_gpu", "comparable"),
+    [(0.084, False, False), (0.02, False, False), (0.005, False, True), (None, False, True), (0.084, True, True)],
 )
 def test_speeds_are_not_compared_where_ranks_waited_for_a_core(
-    history: History, queued_s: float | None, hidden_s: float | None, comparable: bool
+    history: History, queued_s: float | None, of_gpu: bool, comparable: bool
 ) -> None:
     steps(history, [100.0] * 20, times=waiting(0.001))
     history.begin(2, "mine", NOW.replace(precision="bf16"))
-    steps(history, [38.0] * 20, settings_id=2, times=waiting(queued_s, hidden_s))
+    steps(history, [38.0] * 20, settings_id=2, times=waiting(queued_s, of_gpu))
     effect = history.effect()
     assert effect
     comparison = runs_of(history)[1].compare(1, 2)

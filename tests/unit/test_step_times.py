@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import Any
 
 import pytest
 import torch
 
-from gpumem_nb.engine.step.step_clock import UNDOING, BucketTransfer, StepClock, StepTimings, _Mark
+from gpumem_nb.engine.step.step_clock import UNDOING, BucketTransfer, StepClock, StepTimings, _Mark, event_here
 from gpumem_nb.report.step_time import TimeReport, aligned
 from gpumem_nb.shared.step_times import (
     BACKWARD,
@@ -79,62 +81,100 @@ def test_a_step_without_backward_hides_nothing() -> None:
 
 
 def test_a_clock_measures_and_tells_what_a_trial_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 21.0, 21.0, 21.0, 28.0])
+    now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0, 21.0, 21.0, 28.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     clock = StepClock(torch.device("cpu"))
     clock.begin()  # 0
     for part in (DATA, FORWARD, UNDOING, UPDATE, DATA):  # 1, 3, 6, 10, 15
         clock.enter(part)
     clock.enter(TOOLKIT)  # 21
-    assert clock.work_s() == 1 + 3 + 5, "without data and undoing"
-    assert clock.data_s() == 2 + 6
+    work_s, data_s = clock.until_now()
+    assert work_s == 1 + 3 + 5, "without data and undoing"
+    assert data_s == 2 + 6
     ended = clock.end(())
     assert ended.step_s == 28
     assert times(ended).total_s == 28
 
 
 class Event:
-    """CUDA's, of a device that is 10 ms behind and takes twice as long as the process."""
+    """CUDA's, of a device on which each is reached at the next of these times, in ms; it must be awaited to be read."""
 
-    made: list[Event] = []  # noqa: RUF012
+    times_ms: Iterator[float] = iter(())
+    awaited_ms = -math.inf
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
-        self.place, self.awaited = len(self.made), False
-        self.made.append(self)
 
     def record(self, stream: object) -> None:
         assert stream == "the stream"
+        self.at_ms = next(Event.times_ms)
 
     def elapsed_time(self, later: Event) -> float:
-        assert self.made[-1].awaited, "the device may not be there yet"
-        return 2.0 * (later.place - self.place)
+        assert max(self.at_ms, later.at_ms) <= Event.awaited_ms, "the device may not be there yet"
+        return later.at_ms - self.at_ms
 
     def synchronize(self) -> None:
-        self.awaited = True
+        Event.awaited_ms = max(Event.awaited_ms, self.at_ms)
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float], Sequence[float]], None]:
+    """Sets what the process's clock (in s) and the device's (in ms) say, one after another."""
+
+    def set_to(process_s: Sequence[float], device_ms: Sequence[float]) -> None:
+        now = iter(process_s)
+        monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+        monkeypatch.setattr(Event, "times_ms", iter(device_ms))
+        monkeypatch.setattr(Event, "awaited_ms", -math.inf)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+    return set_to
+
+
+GPU = torch.device("cuda", 0)
 
 
 def refuse(*_: object) -> float:
     raise RuntimeError("CUDA error: device not ready")
 
 
-def test_on_gpus_it_is_the_devices_time_and_nothing_waits_within_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    Event.made = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
-    clock = StepClock(torch.device("cuda"))
+def test_on_gpus_it_is_the_devices_time_and_nothing_waits_within_the_step(
+    clocks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks([100.0, 100.001, 100.002, 100.003, 100.004, 100.005], [50, 52, 54, 56, 58, 60])
+    clock = StepClock(GPU)
     clock.begin()
     for part in (FORWARD, BACKWARD, REDUCTION, UPDATE):
         clock.enter(part)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "another")
     ended = clock.end((BucketTransfer(1, 0.0, 1.0, 0),))
-    assert not any(event.awaited for event in Event.made)
+    assert Event.awaited_ms == -math.inf
     found = times(ended)
     assert [found[part] for part in (TOOLKIT, FORWARD, BACKWARD, REDUCTION, UPDATE)] == pytest.approx([0.002] * 5)
-    assert found.hidden_s is None
-    assert not ended.lanes(0, 1).transfers
+    assert found.hidden_s is None, "the process has never seen the device idle"
+    assert (found.of_device, found.starved_share) == (True, None)
     monkeypatch.setattr(Event, "elapsed_time", refuse)
     assert ended.times() is None, "a step counts though it could not be timed"
+
+
+def test_on_gpus_hidden_is_what_travelled_while_the_device_was_at_backward(clocks: Callable[..., None]) -> None:
+    # The process has sent everything after 2 ms, long before the device has come that far.
+    clocks([10.0, 10.001, 10.002, 10.1, 10.101], [705, 710, 730, 740, 790, 800, 801])
+    clock = StepClock(GPU)
+    clock.begin()  # 705 ms on the device
+    clock.enter(BACKWARD)  # 710
+    sent = [event_here(GPU), event_here(GPU)]  # 730, 740
+    clock.enter(REDUCTION)  # 790
+    clock.enter(UPDATE, idle=True)  # 800, when the process has 10.1 s
+    early = BucketTransfer(4, 10.0015, 10.055, 0, sent[0])
+    late = BucketTransfer(4, 10.0016, 10.098, 1, sent[1])
+    ended = clock.end((early, late))  # 801
+    assert times(ended).hidden_s == pytest.approx(0.06), "from 730 ms to the end of backward at 790"
+    lanes = ended.lanes(0, 1)
+    assert [lap.began_s for lap in lanes.parts] == pytest.approx([10.005, 10.01, 10.09, 10.1])
+    assert [lap.began_s for lap in lanes.transfers] == pytest.approx([10.03, 10.04])
+    assert [lap.ended_s for lap in lanes.transfers] == [10.055, 10.098]
 
 
 def report(*reductions_s: float | None, steps: int = 12) -> TimeReport | None:

@@ -23,7 +23,13 @@ class Separated(RuntimeError):
 
 
 class Transfer(Protocol):
-    """A group of tensors under way."""
+    """A group of tensors under way.
+
+    Attributes:
+        arrived_s: when it was seen to have the result, on the clock of ``time.perf_counter``, if it looked by itself.
+    """
+
+    arrived_s: float | None
 
     def done(self) -> bool:
         """Return at once, and whether :meth:`wait` would."""
@@ -156,6 +162,8 @@ class Communicator(ABC):
 class _Arrived:
     def done(self) -> bool:
         return True
+    arrived_s: float | None = None
+
 
     def wait(self) -> None:
         pass

@@ -138,3 +138,5 @@ def _saying_separated() -> Iterator[None]:
         yield
     except HorovodInternalError as error:
         raise Separated(str(error)) from error
+    arrived_s: float | None = None
+

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,6 +138,7 @@ class Bucket:
         self.ready: set[int] = set()
         self.transfer: Transfer | None = None
         self.sent_s, self.sent_bytes = 0.0, 0
+        self.sent: Any = None  # on GPUs an event of the stream that made the gradients
         self.wires: list[list[Tensor]] = []
         self.square: Tensor | None = None
         self.places: dict[int, Tensor] = {}  # of weights without a gradient here, for what comes in another type

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -39,6 +38,7 @@ from ..undo.python_state import PythonState
 from . import optimizers
 from .live_model import LiveModel
 from .parts import in_groups
+from .step_clock import StepClock
 
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
 SCRATCH_COPIES = 6  # of the weights: themselves, gradients, state, and what is under way
@@ -150,7 +150,7 @@ def timed_on_scratch(update: AskedUpdate, device: Device) -> float | None:
     room = device.room()
     if room is not None and room < SCRATCH_COPIES * sum(param.nbytes for param in here):
         return None
-    copies = _Copies(_zeros, nullcontext())
+    copies, clock = _Copies(_zeros, nullcontext()), StepClock(device.torch_device)
     took_s: list[float] = []
     try:
         scratch = copies.of_optimizer(optimizer)
@@ -161,11 +161,9 @@ def timed_on_scratch(update: AskedUpdate, device: Device) -> float | None:
         optimizers.set_implementation(scratch, implementation)
         with step_hooks_held_back(scratch, pre=True), _leaving_no_trace(optimizer):
             while len(took_s) <= _SCRATCH_UPDATES and sum(took_s) < _SCRATCH_S:
-                began_s = time.perf_counter()
+                clock.begin()
                 optimizers.update(scratch, dry_scaler, clip_norm, lambda: type(scratch).step(scratch))
-                if device.kind == "cuda":
-                    torch.cuda.synchronize(device.torch_device)
-                took_s.append(time.perf_counter() - began_s)
+                took_s.append(clock.until_now()[0])
                 if dry_scaler:
                     dry_scaler = copies.of_scaler(scaler) if scaler else None
     except Exception:  # the user's own may want values, or more memory than there is

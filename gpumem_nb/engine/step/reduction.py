@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
-from ..link.communicator import AVERAGE, here
+from ..link.communicator import AVERAGE, Transfer, here
 from ..link.signals import postponed
 from .ballot import NUMBERS
 from .buckets import (
@@ -30,7 +30,7 @@ from .buckets import (
     widened,
 )
 from .gradients import FiniteCheck, square_of
-from .step_clock import BucketTransfer
+from .step_clock import BucketTransfer, event_here
 
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
 
@@ -298,7 +298,7 @@ class GradientReduction:
         transfer, bucket.transfer = bucket.transfer, None
         if transfer is not None:
             transfer.wait()
-            self._arrived(bucket)
+            self._arrived(bucket, transfer)
 
     def _take_back(self, absent: Collection[int]) -> None:
         for bucket in self._buckets:
@@ -369,6 +369,8 @@ class GradientReduction:
     def _start(self, bucket: Bucket, wires: list[Tensor]) -> None:
         bucket.sent_s, bucket.sent_bytes = time.perf_counter(), sum(wire.nbytes for wire in wires)
         name = bucket.name if self._config.averaged else f"{bucket.name}.{self._config.reduction}"
+        device = wires[0].device
+        bucket.sent = event_here(device) if device == self._row.device else None  # events of two GPUs have two clocks
         bucket.transfer = here().start_reduction(wires, name, self._config.reduction)
         self._under_way.append(bucket)
 
@@ -378,12 +380,14 @@ class GradientReduction:
     def _notice_arrivals(self) -> None:
         """Look which buckets have arrived by now; Horovod brings one after the other."""
         while self._under_way and ((sent := self._under_way[0].transfer) is None or sent.done()):
-            self._arrived(self._under_way[0])
+            self._arrived(self._under_way[0], sent)
 
-    def _arrived(self, bucket: Bucket) -> None:
+    def _arrived(self, bucket: Bucket, transfer: Transfer | None) -> None:
         if bucket in self._under_way:
             self._under_way.remove(bucket)
-            self.transfers.append(BucketTransfer(bucket.sent_bytes, bucket.sent_s, time.perf_counter(), bucket.index))
+            arrived_s = (transfer and transfer.arrived_s) or time.perf_counter()
+            began = bucket.sent_bytes, bucket.sent_s
+            self.transfers.append(BucketTransfer(*began, arrived_s, bucket.index, bucket.sent))
 
     def _learn(self, presence: list[float]) -> tuple[bool, tuple[Tensor, ...], set[int]]:
         """Return what the ranks' gradients have in common: were any missed, which are partial, and which are absent."""

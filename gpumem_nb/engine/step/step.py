@@ -111,9 +111,9 @@ class Stepper:
         if Recorder.current:
             Recorder.current.mark(phase)
 
-    def enter(self, part: str) -> None:
-        """A part of the step begins, as far as time goes."""
-        self._clock.enter(part)
+    def enter(self, part: str, idle: bool = False) -> None:
+        """A part of the step begins, as far as time goes; ``idle``: the device is done with all before."""
+        self._clock.enter(part, idle)
 
     def take(self, order: StepOrder, failure: Failure | None) -> Outcome:
         """Take one step; with a ``failure`` from before it, this rank fails it."""
@@ -302,9 +302,7 @@ class Stepper:
         self.phase = UPDATE
         try:
             self.looks.gradients()
-            if self._device.kind == "cuda":  # whose work is timed
-                torch.cuda.synchronize(self._device.torch_device)
-            self.work_s, self.data_s = self._clock.work_s(), self._clock.data_s()
+            self.work_s, self.data_s = self._clock.until_now()
             if Recorder.current:
                 update, self.not_foreseen = self._updates.in_question(self._live, Recorder.current, self._device)
                 self.record = Recorder.current.end(update, self.update_s)

@@ -6,9 +6,9 @@ import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -48,25 +48,38 @@ class BucketTransfer:
     """One bucket of gradients on its way; times as :func:`time.perf_counter` has them.
 
     ``arrived_s`` is when that was noticed: with the next gradient, or after backward. Each rank has a bucket with this
-    number.
+    number. On GPUs ``sent`` is an event of the stream that made its gradients: the process is done with backward long
+    before the device is, so ``sent_s`` only says when it left the process.
     """
 
     bytes: int
     sent_s: float
     arrived_s: float
     bucket: int
+    sent: Any = None
+
+
+def event_here(device: torch.device) -> Any:
+    """Return an event of the stream that is a GPU's current one, with its time; ``None`` for other devices."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class _Mark(NamedTuple):
     """The begin of a part: by the process's clock, and on GPUs by an event of the device's.
 
-    ``cpu_s`` is how long the thread had computed by then.
+    ``cpu_s`` is how long the thread had computed by then. ``idle``: the device was done with all before, so both clocks
+    meet here.
     """
 
     part: str
     began_s: float
     event: Any = None
     cpu_s: float = 0.0
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,42 +110,59 @@ class StepTimings:
         """Return the time of each part; on GPUs wait until the device is done with the step, ``None`` if that fails."""
         with suppress(RuntimeError):  # of CUDA; the steps count whether or not they could be timed
             laps = self._laps()
-            hidden_s = None if self.marks[0].event else self._hidden_s(laps)
-            return StepTimes.of(_summed(laps), hidden_s, self._data_cpu_s, self.queued_s)
+            known = not self.of_device or any(mark.idle for mark in self.marks)
+            hidden_s = _hidden_s(laps, self._travelled()) if known else None
+            return StepTimes.of(_summed(laps), hidden_s, self._data_cpu_s, self.queued_s, self.of_device)
         return None
 
     def lanes(self, rank: int, step: int) -> StepLanes:
-        """Return the same as it happened; on GPUs parts are the device's, which begin when the process began."""
-        transfers = () if self.marks[0].event else self.transfers
-        return StepLanes(
-            rank,
-            step,
-            tuple(self._laps()),
-            tuple(Lap(format_bytes(one.bytes), one.sent_s, one.arrived_s, one.bucket) for one in transfers),
-        )
+        """Return the same as it happened, by the process's clock; on GPUs parts are the device's."""
+        laps, travelled = tuple(self._laps()), self._travelled()
+        transfers = (Lap(format_bytes(one.bytes), one.sent_s, one.arrived_s, one.bucket) for one in travelled)
+        return StepLanes(rank, step, laps, tuple(transfers))
 
     def _laps(self) -> list[Lap]:
-        first, last = self.marks[0], self.marks[-1]
-        began_s = [mark.began_s for mark in self.marks]
-        if first.event:
-            last.event.synchronize()
-            began_s = [first.began_s + first.event.elapsed_time(mark.event) / 1000 for mark in self.marks]
-        parts = (TOOLKIT if mark.part == UNDOING else mark.part for mark in self.marks)
-        return [Lap(part, *ends) for part, ends in zip(parts, pairwise(began_s), strict=False)]
+        return [replace(lap, name=TOOLKIT) if lap.name == UNDOING else lap for lap in _laps(self.marks)]
+
+    def _travelled(self) -> list[BucketTransfer]:
+        """Return the transfers by the process's clock: on GPUs gradients left when the device had made them."""
+        began_s = _clock_of(self.marks)
+        sent_s = (one.sent_s if one.sent is None else began_s(one.sent) for one in self.transfers)
+        return [replace(one, sent_s=left_s) for one, left_s in zip(self.transfers, sent_s, strict=True)]
 
     @property
     def _data_cpu_s(self) -> float:
         return sum(after.cpu_s - mark.cpu_s for mark, after in pairwise(self.marks) if mark.part == DATA)
 
-    def _hidden_s(self, laps: Sequence[Lap]) -> float:
-        """Time in which gradients were on their way while backward went on: they may overlap."""
-        backward_ended_s = max((lap.ended_s for lap in laps if lap.name == BACKWARD), default=0.0)
-        hidden_s, until_s = 0.0, 0.0
-        for transfer in sorted(self.transfers, key=lambda transfer: transfer.sent_s):
-            end_s = min(transfer.arrived_s, backward_ended_s)
-            hidden_s += max(0.0, end_s - max(transfer.sent_s, until_s))
-            until_s = max(until_s, end_s)
-        return hidden_s
+
+def _clock_of(marks: Sequence[_Mark]) -> Callable[[Any], float]:
+    """Return what gives the time of a device's event by the process's clock, of those that the device is done with.
+
+    Both are the same where the process has seen the device idle, or, without such a mark, where the step began.
+    """
+    first, anchor = marks[0], next((mark for mark in reversed(marks) if mark.idle), marks[0])
+    ahead_ms = first.event.elapsed_time(anchor.event) if first.event and anchor is not first else 0.0
+    return lambda event: float(anchor.began_s + (first.event.elapsed_time(event) - ahead_ms) / 1000)
+
+
+def _laps(marks: Sequence[_Mark]) -> list[Lap]:
+    """Return the parts between marks; on GPUs wait until the device has come to the last."""
+    began_s = [mark.began_s for mark in marks]
+    if marks[0].event:
+        marks[-1].event.synchronize()
+        began_s = list(map(_clock_of(marks), (mark.event for mark in marks)))
+    return [Lap(mark.part, *ends) for mark, ends in zip(marks, pairwise(began_s), strict=False)]
+
+
+def _hidden_s(laps: Sequence[Lap], transfers: Sequence[BucketTransfer]) -> float:
+    """Time in which gradients were on their way while backward went on: they may overlap."""
+    backward_ended_s = max((lap.ended_s for lap in laps if lap.name == BACKWARD), default=0.0)
+    hidden_s, until_s = 0.0, 0.0
+    for transfer in sorted(transfers, key=lambda transfer: transfer.sent_s):
+        end_s = min(transfer.arrived_s, backward_ended_s)
+        hidden_s += max(0.0, end_s - max(transfer.sent_s, until_s))
+        until_s = max(until_s, end_s)
+    return hidden_s
 
 
 class StepClock:
@@ -157,21 +187,24 @@ class StepClock:
             self._stream = torch.cuda.current_stream(self._device)
         self.enter(TOOLKIT)
 
-    def enter(self, part: str) -> None:
-        """A part begins, and the one before ends."""
+    def enter(self, part: str, idle: bool = False) -> None:
+        """A part begins, and the one before ends; ``idle``: the device is known to be done with all before."""
+        self._marks.append(self._mark(part, idle))
+
+    def _mark(self, part: str, idle: bool = False) -> _Mark:
         event = None
         if self._stream is not None:
             event = torch.cuda.Event(enable_timing=True)
             event.record(self._stream)
-        self._marks.append(_Mark(part, time.perf_counter(), event, time.thread_time()))
+        return _Mark(part, time.perf_counter(), event, time.thread_time(), idle)
 
-    def work_s(self) -> float:
-        """By the process's clock what the step took until now, without waiting for data and copies to undo it."""
-        return sum(seconds for part, seconds in self._until_now().items() if part not in (DATA, UNDOING))
+    def until_now(self) -> tuple[float, float]:
+        """Return what the step took until now: its work, without copies to undo it, and its wait for data, in seconds.
 
-    def data_s(self) -> float:
-        """Return how long the step has waited for data until now."""
-        return self._until_now()[DATA]
+        On GPUs wait until the device has come here.
+        """
+        taken_s = _summed(_laps([*self._marks, self._mark(_END)]))
+        return sum(seconds for part, seconds in taken_s.items() if part not in (DATA, UNDOING)), taken_s[DATA]
 
     def end(self, transfers: Sequence[BucketTransfer]) -> StepTimings:
         """Return the step is over."""
@@ -180,11 +213,6 @@ class StepClock:
         if queued_s is not None and self._queued_s is not None:
             queued_s -= self._queued_s
         return StepTimings(tuple(self._marks), tuple(transfers), queued_s)
-
-    def _until_now(self) -> dict[str, float]:
-        began_s = [*(mark.began_s for mark in self._marks), time.perf_counter()]
-        parts = (mark.part for mark in self._marks)
-        return _summed([Lap(part, *ends) for part, ends in zip(parts, pairwise(began_s), strict=True)])
 
 
 def _summed(laps: Sequence[Lap]) -> dict[str, float]:

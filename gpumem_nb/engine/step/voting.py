@@ -103,7 +103,7 @@ class Voting:
                 votes = Votes.counted(reduced.sums, self._ranks, reduced.missed)
                 if failure is not None and not votes.failed:
                     raise reduced.error or RuntimeError(failure.message)  # the others do not know of it
-                step.enter(TOOLKIT)
+                step.enter(TOOLKIT, idle=True)  # the votes were read, and but for copies back nothing came after them
                 return self._seen(order, loss, votes, reduced, compared, checked, failure)
         except BaseException as error:
             # Either the ranks came apart already, or this one cannot take part: then no rank may wait for it.
