@@ -22,10 +22,14 @@ class Meeting:
     Args:
         size: how many ranks there are.
         timeout_s: how long a rank waits for the others before it says that they came apart.
+        link: makes a rank's link, of the meeting and its number.
     """
 
-    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, size: int, timeout_s: float = 60.0, link: Callable[[Meeting, int], Communicator] | None = None
+    ) -> None:
         self.size = size
+        self._link = link or OfThread
         self._timeout_s = timeout_s
         self._news = threading.Condition()
         self._brought: dict[tuple[str, int], dict[int, list[Tensor]]] = defaultdict(dict)
@@ -40,7 +44,7 @@ class Meeting:
         errors: list[BaseException] = []
 
         def as_rank(rank: int) -> None:
-            with used_by_thread(OfThread(self, rank)) as link:
+            with used_by_thread(self._link(self, rank)) as link:
                 try:
                     results[rank] = work(link)
                 except BaseException as error:
@@ -172,11 +176,11 @@ class OfThread(Communicator):
 
 
 class _Reduction:
+    arrived_s: float | None = None
+
     def __init__(self, meeting: Meeting, key: tuple[str, int], tensors: Sequence[Tensor], operation: str) -> None:
         self._meeting, self._key, self._tensors, self._operation = meeting, key, tensors, operation
         self._arrived = False
-
-    arrived_s: float | None = None
 
     def done(self) -> bool:
         return self._arrived or self._meeting.complete(self._key)

@@ -50,12 +50,14 @@ class Communicator(ABC):
         size: how many ranks are joined.
         local_rank: the number of this rank on its host.
         local_size: how many of them are on this host.
+        on_host: whether gradients of a GPU are carried to the host, so a rank without memory on it may send others.
     """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    on_host = False
 
     def __init__(self) -> None:
         # Made ahead of time: a rank without any memory left can vote, whatever torch's defaults are by then.
@@ -160,10 +162,10 @@ class Communicator(ABC):
 
 
 class _Arrived:
-    def done(self) -> bool:
-        return True
     arrived_s: float | None = None
 
+    def done(self) -> bool:
+        return True
 
     def wait(self) -> None:
         pass

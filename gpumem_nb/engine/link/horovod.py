@@ -14,6 +14,7 @@ from torch import Tensor
 from ..copies import overwrite
 from . import collectives
 from .communicator import ADASUM, AVERAGE, SUM, Communicator, Separated, Single, Transfer
+from .staging import HostStage
 
 VERSION: str = horovod.__version__
 NAMES = {"hvd": hvd}
@@ -24,7 +25,9 @@ _OPERATIONS = {AVERAGE: hvd.Average, SUM: hvd.Sum, ADASUM: hvd.Adasum}
 def join(on_cpu: bool) -> tuple[Communicator, set[int]]:
     """Join the other ranks for the first time; returns the link to them and the numbers of Horovod's threads."""
     threads = collectives.join(on_cpu)
-    return (OfHorovod() if hvd.size() > 1 else AloneUnderHorovod()), threads
+    if hvd.size() == 1:
+        return AloneUnderHorovod(), threads
+    return OfHorovod(staged=not (on_cpu or on_nccl())), threads
 
 
 def stop_timeline() -> None:
@@ -62,7 +65,16 @@ class AloneUnderHorovod(_Joined, Single):
 
 
 class OfHorovod(_Joined):
-    """One of several ranks."""
+    """One of several ranks.
+
+    Args:
+        staged: carry tensors through the host, where this Horovod reduces those of GPUs, too.
+    """
+
+    def __init__(self, staged: bool = False) -> None:
+        super().__init__()
+        self._stage = HostStage(self._send) if staged else None
+        self.on_host = staged
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -86,6 +98,21 @@ class OfHorovod(_Joined):
 
     def start_reduction(self, tensors: Sequence[Tensor], name: str, operation: str = AVERAGE) -> Transfer:
         """Send the tensors as one Horovod group: negotiated once instead of once a tensor."""
+        return self._stage.start(tensors, name, operation) if self._stage else self._send(tensors, name, operation)
+
+    def leave(self, what: str) -> None:
+        """Shut Horovod down in the background; what was on its way to the host is given up."""
+        if self._stage:
+            self._stage.forget()
+        super().leave(what)
+
+    def rejoin(self, count: int | None = None) -> set[int]:
+        """Shut Horovod down, unless it is, and start it again; what was on its way to the host is given up."""
+        if self._stage:
+            self._stage.forget()
+        return super().rejoin(count)
+
+    def _send(self, tensors: Sequence[Tensor], name: str, operation: str) -> Transfer:
         with _saying_separated():
             return _Sent(hvd.grouped_allreduce_async_(list(tensors), name=name, op=_OPERATIONS[operation]))
 
@@ -118,6 +145,8 @@ class OfHorovod(_Joined):
 
 
 class _Sent:
+    arrived_s: float | None = None
+
     def __init__(self, handle: int) -> None:
         self._handle = handle
 
@@ -138,5 +167,3 @@ def _saying_separated() -> Iterator[None]:
         yield
     except HorovodInternalError as error:
         raise Separated(str(error)) from error
-    arrived_s: float | None = None
-

@@ -187,17 +187,21 @@ def copies_back(bucket: Bucket) -> None:
             bucket.wires[index] = []
 
 
-def stand_ins(buckets: Sequence[Bucket], sparse: Collection[int], compressed: bool) -> Iterator[list[Tensor]]:
+def stand_ins(
+    buckets: Sequence[Bucket], sparse: Collection[int], compressed: bool, on_host: bool = False
+) -> Iterator[list[Tensor]]:
     """Give for each bucket tensors of the right shapes to send, all in the same memory, as large as the largest one.
 
     Args:
         buckets: to be sent one after the other.
         sparse: ids of weights with sparse gradients.
         compressed: whether what is sent is in 16 bit.
+        on_host: take them from the memory of the host, whatever device the weights are on.
     """
+    host = torch.device("cpu")
     specs = {
         bucket.index: [
-            (shape, carried_dtype(param.dtype, compressed), param.device)
+            (shape, carried_dtype(param.dtype, compressed), host if on_host else param.device)
             for param in bucket.params
             for shape in carried_shapes(param, id(param) in sparse)
         ]

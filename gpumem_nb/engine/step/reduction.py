@@ -59,7 +59,8 @@ class GradientReduction:
     average, or where that bucket does not travel in fp32, it travels by itself. It also says which weights have a
     gradient: one that has none on any rank is left alone, as torch leaves it; one that only some ranks have is
     averaged with zeros. A rank that failed takes part with no more memory than its largest gradient needs, which it
-    has because it lets go of its own first. All ranks discard that step, so what it sends does not matter.
+    has because it lets go of its own first, or with none of its GPU's where gradients travel through the host. All
+    ranks discard that step, so what it sends does not matter.
 
     Attributes:
         finite: whether the gradients of this rank are, as far as they were looked at in the step under way.
@@ -286,7 +287,7 @@ class GradientReduction:
         for param in self._params:
             param.grad = None
         unsent = [bucket for bucket in order if bucket.transfer is None]
-        places = stand_ins(unsent, self._sparse, self._config.compressed)
+        places = stand_ins(unsent, self._sparse, self._config.compressed, here().on_host)
         for bucket in order:
             if bucket.transfer is None:
                 wires = next(places)
@@ -368,9 +369,9 @@ class GradientReduction:
 
     def _start(self, bucket: Bucket, wires: list[Tensor]) -> None:
         bucket.sent_s, bucket.sent_bytes = time.perf_counter(), sum(wire.nbytes for wire in wires)
-        name = bucket.name if self._config.averaged else f"{bucket.name}.{self._config.reduction}"
         device = wires[0].device
         bucket.sent = event_here(device) if device == self._row.device else None  # events of two GPUs have two clocks
+        name = bucket.name if self._config.averaged else f"{bucket.name}.{self._config.reduction}"
         bucket.transfer = here().start_reduction(wires, name, self._config.reduction)
         self._under_way.append(bucket)
 
