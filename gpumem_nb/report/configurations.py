@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ..shared.knobs.communication import COMMUNICATION_KNOBS
 from ..shared.messages import Sample
 from ..shared.settings import Settings
-from ..shared.step_times import PARTS
+from ..shared.step_times import PARTS, StepTimes
 from ..shared.units import format_bytes, format_rate
 from .differences import arrows, typed
 from .runs.row import Curve
@@ -95,20 +95,24 @@ class Tried:
         self._add_memory(samples, limits)
         if self._settled:  # a step that was under way for long; its speed is known
             return
-        self.throughputs.append(sum(sample.samples_per_s for sample in samples))
-        times = [one.times for one in samples if one.times]
+        rate = sum(sample.samples_per_s for sample in samples)
+        if not any(sample.first for sample in samples):
+            self.throughputs.append(rate)
+            self._add_times([one.times for one in samples if one.times])
+        errors = [one.compression_error for one in samples if one.compression_error is not None]
+        self.compression_error = max(errors, default=self.compression_error)
+        losses = [sample.loss for sample in samples if sample.loss is not None]
+        self.loss = statistics.fmean(losses) if losses else None
+        live = max(sample.live_peak_bytes for sample in samples)
+        self.curve.add(self.settings.samples_per_rank * len(samples), self.loss, rate, live)
+
+    def _add_times(self, times: Sequence[StepTimes]) -> None:
         if known := [share for share in (one.hidden_share for one in times) if share is not None]:
             self.hidden.append(statistics.fmean(known))
         if known := [share for share in (one.starved_share for one in times) if share is not None]:
             self.starved.append(max(known))
         if times:
             self.part_times.append(tuple(map(statistics.fmean, zip(*(one.seconds for one in times), strict=True))))
-        errors = [one.compression_error for one in samples if one.compression_error is not None]
-        self.compression_error = max(errors, default=self.compression_error)
-        losses = [sample.loss for sample in samples if sample.loss is not None]
-        self.loss = statistics.fmean(losses) if losses else None
-        live = max(sample.live_peak_bytes for sample in samples)
-        self.curve.add(self.settings.samples_per_rank * len(samples), self.loss, self.throughputs[-1], live)
 
     def _add_memory(self, samples: Sequence[Sample], limits: Sequence[int | None]) -> None:
         ledgers = [one.ledger for one in samples if one.ledger]

@@ -15,7 +15,7 @@ from ..shared.messages import ChunkReply, Sample
 from ..shared.settings import Settings
 from ..shared.step_times import UNKNOWN
 from ..shared.units import format_bytes, format_rate
-from .speed import Speed
+from .speed import Speed, of_first_step
 from .tables import Words
 
 
@@ -140,17 +140,19 @@ class Run(Words):
             return "\n".join(["No step was done.", *self.notes])
         ranks = len({sample.rank for sample in self._done})
         measured = f"{_count(self.steps, 'step')} on {_count(ranks, 'rank')}: {measured_by(self._done)}."
-        return "\n".join([measured, *map(str, self.evaluations[-1:]), *self.notes])
+        first = of_first_step(self._done)
+        return "\n".join([measured, *filter(None, [first]), *map(str, self.evaluations[-1:]), *self.notes])
 
 
 def measured_by(samples: Sequence[Sample], peak_bytes: int | None = None) -> str:
-    """Return the latest loss, the median throughput and the highest live peak of finished steps, in words.
+    """Return the latest loss, the median throughput without a first step, and the highest live peak, in words.
 
     ``peak_bytes``: where it is known already.
     """
     rates: dict[int, float] = defaultdict(float)
     for sample in samples:
-        rates[sample.step] += sample.samples_per_s
+        if not sample.first:
+            rates[sample.step] += sample.samples_per_s
     losses = [one.loss for one in samples if one.step == samples[-1].step and one.loss is not None]
     speed = Speed.of(list(rates.values()))
     loss = [f"loss {statistics.fmean(losses):.4g}"] if losses else []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..shared.messages import Sample
@@ -19,6 +19,7 @@ FEWEST_STEPS = 5  # of each side, before two are compared
 WORTH_A_WORD = 0.1  # of a step, that all others wait for one rank
 STARVED_SHARE = 0.15  # of a step, that ranks wait for a core: from here on the machine decides how long steps take
 # The standard error of a median of n normal values is 1.253 σ/√n, and σ is the interquartile range ÷ 1.349.
+_NOTICEABLE_S = 0.1  # by which a first step takes longer
 _MEDIAN_ERROR = 1.253 / 1.349
 
 
@@ -78,7 +79,10 @@ class Straggler:
 
 
 def judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:
-    """Return the latest steps of one configuration with known times, without warm-up steps if there are others."""
+    """Return the latest steps of one configuration with known times.
+
+    Without warm-up steps if there are others, or at least without the first of all.
+    """
     found: list[Sample] = []
     for sample in reversed(samples):
         if sample.step <= since_step or (found and sample.settings_id != found[-1].settings_id):
@@ -88,7 +92,23 @@ def judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:
         if len(found) == STEPS_JUDGED + WARM_UP_STEPS:
             break
     found.reverse()
-    return found[WARM_UP_STEPS:] or found
+    return found[WARM_UP_STEPS:] or [sample for sample in found if not sample.first] or found
+
+
+def of_first_step(samples: Iterable[Sample]) -> str:
+    """Return a sentence on a first step that took noticeably longer, or that is the only one; else empty."""
+    done = [sample for sample in samples if sample.done]
+    took_s = max((sample.step_s for sample in done if sample.first), default=None)
+    if took_s is None:
+        return ""
+    others_s = [sample.step_s for sample in done if not sample.first]
+    why = "kernels are loaded and memory is allocated in it"
+    if not others_s:
+        return f"The first step took {took_s:.1f} s: {why}, so no samples/s follow from it."
+    more_s = took_s - statistics.median(others_s)
+    if more_s < max(_NOTICEABLE_S, statistics.median(others_s)):
+        return ""
+    return f"The first step took {took_s:.1f} s, {more_s:.1f} s more than later ones: {why}. It counts in no samples/s."
 
 
 def compared(before: Speed | None, after: Speed | None) -> str:

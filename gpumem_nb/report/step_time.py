@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..shared.messages import Sample
 from ..shared.step_times import DATA, MEANING, PARTS, REDUCTION, StepLanes, StepTimes
 from .bottleneck import Bottleneck
-from .speed import Straggler, judged
+from .speed import Straggler, judged, of_first_step
 from .tables import Report, Table
 
 _ALL = "all"
@@ -58,12 +58,14 @@ class TimeReport(Report):
         straggler: the rank that the others wait for, if one stands out.
         lanes: the latest step of each rank, part by part, if they were asked for.
         verdict: what time is lost to, if it was asked for and is worth a word.
+        first: a sentence on a first step that took much longer, if it is still known.
     """
 
     ranks: tuple[RankTime, ...]
     straggler: Straggler | None = None
     lanes: tuple[StepLanes, ...] = ()
     verdict: Bottleneck | None = None
+    first: str = ""
 
     @classmethod
     def of(cls, samples: Sequence[Sequence[Sample]], since_step: int = 0) -> TimeReport | None:
@@ -75,7 +77,8 @@ class TimeReport(Report):
         if not any(counted):
             counted = [judged(of_rank, 0) for of_rank in samples]
         found = [RankTime.of(rank, of_rank) for rank, of_rank in enumerate(counted) if of_rank]
-        return cls(tuple(found), Straggler.of(counted)) if found else None
+        first = of_first_step(sample for of_rank in samples for sample in of_rank)
+        return cls(tuple(found), Straggler.of(counted), first=first) if found else None
 
     @property
     def waiting(self) -> float:
@@ -122,6 +125,7 @@ class TimeReport(Report):
     def _notes(self) -> list[str]:
         notes = [f"Ranks wait {100 * self.waiting:.0f} % of a step, for data or for gradients."]
         notes += [f"{str(self.straggler).capitalize()}."] if self.straggler else []
+        notes += [self.first] if self.first else []
         return [*notes, str(self.verdict)] if self.verdict else notes
 
 

@@ -125,7 +125,8 @@ class Sample:
     gradients overflowed under it. ``noise_scale`` is that of the gradients in samples, over the latest steps; there
     for the steps in which it was measured. ``times`` are those of its parts; not there for what was tried out.
     ``compression_error`` is the share of the rank's gradients (by their 2-norms) that compression took, in the
-    steps in which it was measured.
+    steps in which it was measured. ``first``: no step of what is loaded was done on the rank before. Kernels are loaded
+    and memory is allocated in it, so it says nothing of throughput.
     """
 
     rank: int
@@ -148,6 +149,7 @@ class Sample:
     noise_scale: float | None = None
     times: StepTimes | None = None
     compression_error: float | None = None
+    first: bool = False
 
     @property
     def reduction_s(self) -> float | None:

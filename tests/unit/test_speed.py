@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpumem_nb.report.configurations import Effect, Tried
-from gpumem_nb.report.speed import FEWEST_STEPS, Speed, Straggler, compared
+from gpumem_nb.report.speed import FEWEST_STEPS, Speed, Straggler, compared, of_first_step
 from gpumem_nb.shared.settings import Settings
 from tests.ledgers import sample, waits
 
@@ -49,6 +49,28 @@ def test_what_warms_up_is_not_judged_and_what_was_settled_stays() -> None:
     before.settle()
     assert effect.speed == shown
     assert before.samples_per_s == pytest.approx(100)
+
+
+@pytest.mark.parametrize("tried_before", [False, True])
+def test_the_first_step_of_all_is_no_throughput(tried_before: bool) -> None:
+    tried = Tried(1, "w", Settings())
+    for step in range(1 if tried_before else 4):
+        first = step == 0
+        tried.add([sample(step, rank, samples_per_s=1.0 if first else 50.0, first=first) for rank in range(2)])
+    assert tried.steps
+    assert tried.samples_per_s == (None if tried_before else 100)
+    assert len(tried.curve) == tried.steps, "its loss counts"
+
+
+def test_a_first_step_that_took_long_is_told() -> None:
+    steps = [sample(step, 0, step_s=8.2 if step == 1 else 0.4, first=step == 1) for step in range(1, 6)]
+    assert of_first_step(steps) == (
+        "The first step took 8.2 s, 7.8 s more than later ones: kernels are loaded and memory is allocated in it. "
+        "It counts in no samples/s."
+    )
+    assert "so no samples/s follow from it" in of_first_step(steps[:1])
+    assert not of_first_step(steps[1:])
+    assert not of_first_step([sample(step, 0, step_s=0.4, first=step == 1) for step in range(1, 6)])
 
 
 def waiting(*shares: float | None, steps: int = FEWEST_STEPS) -> Straggler | None:

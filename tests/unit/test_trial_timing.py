@@ -39,3 +39,20 @@ def test_warming_up_counts_once_however_many_micro_batches_there_are(
     assert failure is None
     assert seconds == pytest.approx([0.002 + count * micro_batch_s] * len(seconds))
     assert set(taken) == {1, 2}, "no whole step was taken"
+
+
+@pytest.mark.parametrize(("fewest", "expected"), [(1, 8.4), (trials.FEWEST_ON_GPU, 0.4)])
+def test_on_a_gpu_a_step_that_loads_kernels_is_not_the_only_one(
+    fewest: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took_s = iter([8.4, *[0.4] * 9])
+    now_s = 0.0
+
+    def step(failure: Failure | None, chunk: Chunk) -> tuple[float, float, Failure | None]:
+        nonlocal now_s
+        now_s += (took := next(took_s))
+        return took, 0.0, None
+
+    monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now_s))
+    seconds, failure = trials.timed(_trying, step, Chunk(Settings(), 1, 1, trial=True), fewest)
+    assert (failure, seconds) == (None, (expected,))

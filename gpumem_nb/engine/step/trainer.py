@@ -87,8 +87,7 @@ class Trainer:
         known = {"model": self.live.model, "dataset": stream.dataset, "workload": workload}
         self._leaks = LeakDetector(stream.rank, device.torch_device, known)
         self.stepper = Stepper(self.live, stream, device, self._leaks)
-        self.trials = Trials(self, device)
-        self.update_times = UpdateTimes()
+        self.trials, self.update_times = Trials(self, device), UpdateTimes()
         self._cells, self._garbage = cells.ran(), Garbage(device)
         self.evaluator: Evaluator | None = None
         if held_out is not None:
@@ -99,6 +98,7 @@ class Trainer:
         self._left_after = -1  # as many nudges, ranks left a chunk; those made before that have no steps any more
         self._flipped = False  # since the last step that was finished
         self._recorded_steps = 0  # under these settings
+        self._is_first = True  # no step was done
         self._latest: StepTimings | None = None  # of the step that was done last
         self._noise = NoiseScale(stream.size)
         device.reset_peak()  # what was loaded before needed is no figure of this
@@ -212,7 +212,7 @@ class Trainer:
         # Reading a loss or an event waits for the device, so it is done once a chunk.
         seen = self.live.settings.samples_per_rank
         complete = tuple(completed(*pair, self._noise, seen) for pair in zip(samples, outcomes, strict=True))
-        self.update_times.note(self.live, [one.times for one in complete if one.done and one.times and not one.skipped])
+        self.update_times.note(self.live, complete)
         leaks, told = self._leaks.take(), (*self.stream.take_skipped(), *notes)
         went_well = samples and samples[-1].done and (evaluated or not self._evaluates_now(chunk))  # on all ranks
         traced = zip(samples, outcomes, strict=True) if chunk.traced and went_well else ()
@@ -389,7 +389,9 @@ class Trainer:
             settings_id=chunk.settings_id,
             event=event,
             learning_rate=learning_rate,
+            first=self._is_first,
         )
+        self._is_first &= outcome.discarded
         return outcome, sample
 
     def _is_recorded(self, chunk: Chunk) -> bool:

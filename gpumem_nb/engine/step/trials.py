@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from ...shared.forecast import (
     Forecasts,
     Rehearsal,
 )
-from ...shared.messages import Chunk, Failure
+from ...shared.messages import Chunk, Failure, Sample
 from ...shared.questions import StepsAmong
 from ...shared.settings import Settings
 from ...shared.step_times import DATA, TOOLKIT, UPDATE, StepTimes
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 5  # after one that warms up
 LONGEST_S = 0.3  # no further step is begun after that, but for the second
-LONGEST_FIRST_S = 2.0  # nor after a first one that took so long, of which warming up is a small part
+LONGEST_FIRST_S = 2.0  # nor after a first one that took so long, of which warming up is a small part on a CPU
+FEWEST_ON_GPU = 2  # the first one may load kernels for many times as long as a step takes
 MULTIPLIED = 2  # steps at least, of two micro-batches that stand for many: what warming up takes would count as often
 _UPDATES_KEPT = 20
 LEAST_SHARE = 0.25  # of two micro-batches that the second one takes, whatever noise says
@@ -54,7 +55,7 @@ Trying = Callable[[Chunk], AbstractContextManager[Failure | None]]
 Step = Callable[[Failure | None, Chunk], tuple[float, float, Failure | None]]
 
 
-def timed(trying: Trying, step: Step, chunk: Chunk) -> tuple[tuple[float, ...], Failure | None]:
+def timed(trying: Trying, step: Step, chunk: Chunk, fewest: int = 1) -> tuple[tuple[float, ...], Failure | None]:
     """The times of a few steps in seconds, as many on all ranks; none where one failed, and why if it failed here.
 
     Of several micro-batches one and two are timed, because all after the first take alike.
@@ -64,17 +65,18 @@ def timed(trying: Trying, step: Step, chunk: Chunk) -> tuple[tuple[float, ...], 
         step: takes a step of it, unless something failed before, and undoes it: what it worked and how long it waited
             for data in seconds, or why not.
         chunk: a trial of the settings to time.
+        fewest: how many are taken at least; of more than one the first does not count.
     """
 
-    def times(accumulation_steps: int, fewest: int = 1) -> tuple[list[float], Failure | None]:
+    def times(accumulation_steps: int, fewest: int) -> tuple[list[float], Failure | None]:
         settings = chunk.settings.replace(accumulation_steps=accumulation_steps)
         return _times(trying, step, replace(chunk, settings=settings), fewest)
 
     count = chunk.settings.accumulation_steps
-    two, failure = times(min(count, 2), MULTIPLIED if count > 2 else 1)
+    two, failure = times(min(count, 2), max(fewest, MULTIPLIED if count > 2 else 1))
     if not two or count <= 2:
         return tuple(two), failure
-    one, failure = times(1)
+    one, failure = times(1, fewest)
     if not one:
         return (), failure
     least = statistics.median(one)
@@ -107,11 +109,12 @@ class UpdateTimes:
         self._known: dict[tuple[object, ...], deque[float]] = {}
         self._moved_bytes: dict[tuple[object, ...], int] = {}
 
-    def note(self, live: LiveModel, steps: Sequence[StepTimes]) -> None:
+    def note(self, live: LiveModel, steps: Iterable[Sample]) -> None:
         """Take in steps of training, and how many bytes of weights, gradients and state each update goes through."""
-        if steps:
+        usual = (one for one in steps if one.done and not (one.skipped or one.first))
+        if took_s := [one.times[UPDATE] for one in usual if one.times]:
             kind = _kind(live.settings)
-            self._known.setdefault(kind, deque(maxlen=_UPDATES_KEPT)).extend(one[UPDATE] for one in steps)
+            self._known.setdefault(kind, deque(maxlen=_UPDATES_KEPT)).extend(took_s)
             self._moved_bytes[kind] = 2 * sum(param.nbytes for param in live.parameters) + _state_bytes(live)
 
     def of(self, settings: Settings) -> float | None:
@@ -255,7 +258,9 @@ class Trials:
 
         began_s = time.monotonic()
         with leaving_no_cache(self._device), self._trainer.aside(settings):
-            steps_s, failure = timed(self._trainer.trying, step, Chunk(settings, NO_CONFIGURATION, 1, trial=True))
+            fewest = FEWEST_ON_GPU if self._device.kind == "cuda" else 1
+            chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
+            steps_s, failure = timed(self._trainer.trying, step, chunk, fewest)
         steps = self._continued(first[:1]) if steps_s else None
         batch_size = settings.batch_size
         forecasts = self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size)
