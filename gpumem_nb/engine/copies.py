@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -128,6 +129,18 @@ def quick_checksum(tensor: Tensor) -> int | Tensor:
         mixed = piece * weights[: len(piece)]
         found = found * _ODD + mixed.bitwise_xor_(mixed >> 32).sum()
     return found
+
+
+def changed_since(summed: Iterable[tuple[Tensor, int | Tensor]]) -> list[Tensor]:
+    """Return those tensors whose :func:`quick_checksum` is another now; waits for a GPU once, not for each of them."""
+    tensors, told = list[Tensor](), list[bool | Tensor]()
+    for tensor, before in summed:
+        tensors.append(tensor)
+        told.append(quick_checksum(tensor) != before)
+    on_device = [one for one in told if isinstance(one, Tensor)]
+    heard = iter(torch.stack([one.to(on_device[0].device) for one in on_device]).tolist() if on_device else ())
+    changed = [next(heard) if isinstance(one, Tensor) else one for one in told]
+    return [tensor for tensor, differs in zip(tensors, changed, strict=True) if differs]
 
 
 def _bits(tensor: Tensor) -> Tensor:

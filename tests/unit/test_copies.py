@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam
 
-from gpumem_nb.engine.copies import Layout, checksum, host_copy
+from gpumem_nb.engine import copies
+from gpumem_nb.engine.copies import Layout, changed_since, checksum, host_copy, quick_checksum
 from gpumem_nb.engine.step.buckets import arrived, outgoing
 from gpumem_nb.engine.step.optimizer_state import Parked
 from gpumem_nb.engine.undo.step_undo import UpdateUndo
@@ -105,3 +106,25 @@ def test_a_checksum_is_of_any_type_and_place_in_memory(dtype: torch.dtype) -> No
     tensor = (torch.arange(77) % 3).to(dtype)
     assert checksum(tensor[3:]) == checksum(tensor[3:].clone())
     assert checksum(tensor.roll(1)) != checksum(tensor)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_changed_is_found_by_checksums_and_a_gpu_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    if on_device:  # whose sums stay there
+        monkeypatch.setattr(copies, "quick_checksum", lambda tensor: torch.tensor(quick_checksum(tensor)))
+    tensors = [torch.full((4,), float(place)) for place in range(5)]
+    before = [(tensor, copies.quick_checksum(tensor)) for tensor in tensors]
+    assert changed_since(before) == []
+    tensors[1][0], tensors[4] = 7, tensors[4].neg_()
+    fetched, usual = [], Tensor.tolist
+
+    def fetch(tensor: Tensor) -> list[bool]:
+        fetched.append(tensor)
+        return usual(tensor)
+
+    monkeypatch.setattr(Tensor, "tolist", fetch)
+    assert [id(one) for one in changed_since(before)] == [id(tensors[1]), id(tensors[4])]
+    assert len(fetched) == on_device
+    assert changed_since([]) == []

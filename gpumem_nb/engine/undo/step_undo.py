@@ -15,7 +15,7 @@ from ...internals.torch_internals import base_of, forget_scaler, versions
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
-from ..copies import Layout, Shelf, host_copy, quick_checksum, refill, same
+from ..copies import Layout, Shelf, changed_since, host_copy, quick_checksum, refill, same
 from ..random_state import RandomState
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
 from .places import Holding
@@ -171,15 +171,24 @@ def _copies(shelf: Shelf, on_host: bool, tensors: list[Tensor]) -> list[Tensor]:
 class KeptWeights:
     """Weights, copied to host memory; of ``summed`` ones it is only known afterwards whether they were written.
 
-    Of ``watched`` ones it is known where torch counted that as a change.
+    Of ``watched`` ones it is known where torch counted that as a change. ``compared``: :meth:`written` will be asked.
 
     Attributes:
         missed: those that were written and not copied, as far as is known after :meth:`put_back`.
     """
 
-    def __init__(self, copied: Iterable[Tensor], summed: Iterable[Tensor] = (), watched: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        copied: Iterable[Tensor],
+        summed: Iterable[Tensor] = (),
+        watched: Iterable[Tensor] = (),
+        compared: bool = False,
+    ) -> None:
         self._copied = [(weight, host_copy(weight)) for weight in copied]
         self._summed = [(weight, quick_checksum(weight)) for weight in summed]
+        # A GPU's are not fetched again to be compared.
+        remote = (weight for weight, _ in self._copied if compared and weight.device.type != "cpu")
+        self._compared = [(weight, quick_checksum(weight)) for weight in remote]
         self._watched = list(watched)
         self._versions = versions(self._watched)
         self.missed: list[Tensor] = []
@@ -204,12 +213,15 @@ class KeptWeights:
         small = (weight for weight in frozen if weight.nbytes <= SMALL_BYTES)
         copied = list({id(weight): weight for weight in (*own, *few, *small)}.values())
         known = set(map(id, copied))
-        return cls(copied, (weight for weight in (*ours.values(), *frozen) if id(weight) not in known))
+        summed = (weight for weight in (*ours.values(), *frozen) if id(weight) not in known)
+        return cls(copied, summed, compared=True)
 
     def written(self) -> list[Tensor]:
         """Those that hold something else by now; waits for the device."""
-        copied = [weight for weight, content in self._copied if not same(weight.detach().cpu(), content)]
-        return copied + [weight for weight, before in self._summed if quick_checksum(weight) != before]
+        remote = {id(weight) for weight, _ in self._compared}
+        here = ((weight, content) for weight, content in self._copied if id(weight) not in remote)
+        copied = [weight for weight, content in here if not same(weight.detach(), content)]
+        return copied + changed_since([*self._compared, *self._summed])
 
     def watch_no_more(self) -> None:
         """Forward and backward are over: what comes is the update, which a question may take and undo."""
@@ -237,7 +249,7 @@ class KeptWeights:
         """
         self.watch_no_more()
         each(partial(refill, weight, content) for weight, content in self._copied)
-        self.missed += [weight for weight, before in self._summed if quick_checksum(weight) != before]
+        self.missed += changed_since(self._summed)
         for weight in self.missed:
             raise _written_unseen("weight", weight)
 

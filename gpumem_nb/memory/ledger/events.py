@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ...internals.torch_internals import TorchDispatchMode, address
 from ...shared.allocator_settings import DEFAULT, AllocatorSettings
-from ..tensors import storage_of, tensors_in
+from ..tensors import PLAIN, storage_of, tensors_in
+
+_TO_COPY = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +132,15 @@ class TensorLog:
 
     def see(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take note of what went into an operator and what came out."""
-        for tensor in tensors_in([args, kwargs]):
-            self._number(tensor, new=False)
-        for tensor in tensors_in(result):
+        for value in (*args, *kwargs.values()) if kwargs else args:  # with every operator: one by one is quicker
+            if isinstance(value, Tensor):
+                self.known(value)
+            elif type(value) not in PLAIN:
+                for tensor in tensors_in(value):
+                    self.known(tensor)
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             number = self._number(tensor, new=True)
-            if operator is torch.ops.aten._to_copy.default and id(args[0]) in self._params:
+            if operator is _TO_COPY and id(args[0]) in self._params:
                 self._casts[number] = self._params[id(args[0])]
 
     def _number(self, tensor: Tensor, new: bool) -> int:
