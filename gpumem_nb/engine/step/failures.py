@@ -38,14 +38,13 @@ _OF_SAMPLES = ("data", "forward", "backward", "recomputation")  # parts of a ste
 
 
 def explained(failure: Failure | None, stream: Stream, settings: Settings, device: Device) -> Failure | None:
-    """Name the sample that a discarded step may have run out of memory for, and give back what lies in pieces after it.
+    """Name the sample that a discarded step may have run out of memory for.
 
     Args:
         stream: where the step was about to take its samples.
     """
     if failure is None or failure.kind != "oom":
         return failure
-    device.empty_cache()
     with device.exempt(), suppress(Exception):
         sample = stream.large_sample(settings) if failure.phase in _OF_SAMPLES else ""
         return replace(failure, sample=sample)

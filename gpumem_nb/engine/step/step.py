@@ -181,6 +181,7 @@ class Stepper:
             self._undo(before)
             if not order.trial:  # whose end is not that of what is tried
                 gc.collect()  # what was under way may hang together in circles, with activations among them
+                self._device.empty_cache()  # it lies in pieces, and another rank may have failed on the same GPU
         else:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
             self.voting.counted(order)
