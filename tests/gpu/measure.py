@@ -1,7 +1,8 @@
-"""Measure what a real GPU shows of the toolkit, most valuable first, into one file that is written after each part.
+"""Measure what a real GPU shows of the toolkit, most valuable first, into one file that is written after each figure.
 
 ``python -m tests.gpu.measure [--device cuda] [--out measured.json] [--small] [--parts a,b]``: each part starts ranks of
 its own, and one that fails does not keep the next from running. ``--small`` with ``--device cpu`` tries the script.
+``nccl`` and ``several`` are for a Horovod on NCCL and for several GPUs (``tests/gpu/run.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import gpumem_nb
+from gpumem_nb.cluster.resources import visible_gpus
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import GpumemError
 from gpumem_nb.workloads.catalog import CATALOG
@@ -48,6 +50,25 @@ def _plain(workload, batch_size, precision, steps):
 """
 
 
+HERE = "from gpumem_nb.engine.link import communicator\n_link = communicator.here()"
+# Where the time of a question goes on the rank: in Python, and in what waits for the device.
+PROFILE = """
+import cProfile, io, pstats, torch.profiler
+_tracing = torch.profiler.profile()
+def _waits():
+    _tracing.__exit__(None, None, None)
+    meant = "Memcpy", "cudaMemcpy", "cudaStreamSync", "cudaDeviceSync", "cudaEventSync", "cudaMalloc", "cudaFree"
+    found = [one for one in _tracing.key_averages() if one.key.startswith(meant)]
+    return {one.key: (one.count, one.cpu_time_total, one.device_time_total) for one in found}
+_profile = cProfile.Profile()
+def _profiled(lines=40):
+    _profile.disable()
+    said = io.StringIO()
+    pstats.Stats(_profile, stream=said).sort_stats("tottime").print_stats(lines)
+    return said.getvalue()
+"""
+
+
 class Bench:
     """One run: its sizes, and what was found so far."""
 
@@ -55,7 +76,7 @@ class Bench:
         self.device, self.small, self._out = device, small, out
         self.options = SMALL if small else LARGE
         self.batch_size = 4 if small else 16
-        self.steps = 4 if small else 8
+        self.steps = 4 if small else 6
         self.found: dict[str, Any] = {}
 
     def say(self, part: str, **figures: Any) -> None:
@@ -93,23 +114,22 @@ def speed(bench: Bench) -> None:
     """A single rank beside plain torch in the same process, in turns."""
     with bench.start() as session:
         began = time.monotonic()
-        session.train(1)
-        bench.say("speed", first_step_s=time.monotonic() - began)
+        first = session.train(1)
+        bench.say("speed", first_step_s=time.monotonic() - began, told=str(first))
         session.run(PLAIN_LOOP)
         entry = CATALOG["text-gpt"]
         session.push({"_workload": entry.build("text-gpt", entry.values(bench.options))})
         for precision in ("fp32", "bf16"):
             session.set(precision=precision)
-            session.train(3)
+            warm = session.train(3).frame()
+            recorded_s = float(warm[warm.parameters_bytes.notna()].step_s.iloc[-1])  # the second of two
             ours: list[float] = []
             plain: list[float] = []
             parts: dict[str, float] = {}
-            for _ in range(3):
+            for _ in range(2):
                 frame = session.train(bench.steps).frame()
                 ours += frame.step_s.tolist()[2:]
-                parts = {
-                    name: float(frame[name].median()) for name in frame if name.endswith("_s") and name != "time_s"
-                }
+                parts = parts_of(frame)
                 [took] = session.run(f"_plain(_workload, {bench.batch_size}, {precision!r}, {bench.steps})")
                 session.run("torch.cuda.empty_cache()")
                 plain += took[2:]
@@ -120,6 +140,7 @@ def speed(bench: Bench) -> None:
                         "ours_s": statistics.median(ours),
                         "plain_s": statistics.median(plain),
                         "ratio": statistics.median(plain) / statistics.median(ours),
+                        "recorded_ratio": recorded_s / statistics.median(ours),
                         "parts": parts,
                     }
                 },
@@ -132,13 +153,22 @@ def questions(bench: Bench) -> None:
         session.train(6)
         step_s = float(session.train(bench.steps).frame().step_s.median())
         bench.say("questions", step_s=step_s)
+        session.run(PROFILE)
         flips: list[dict[str, Any]] = [
             {"precision": "bf16"}, {"checkpointing": "blocks"}, {"batch_size": 2 * bench.batch_size},
-            {"precision": "bf16", "checkpointing": "sqrt"}, {"optimizer_impl": "fused"}, {"precision": "fp16"},
-            {"batch_size": bench.batch_size // 2, "accumulation_steps": 2}, {"optimizer": "momentum"},
+            {"precision": "bf16", "checkpointing": "sqrt"}, {"precision": "fp16"}, {"optimizer": "momentum"},
         ]  # fmt: skip
-        for flip in flips:
+        for number, flip in enumerate(flips):
+            if number in (1, 2):  # these two take somewhat longer for it
+                session.run("_profile.enable()" if number == 1 else "_tracing.__enter__() and None")
+                session.train(2)  # the first step after a cell copies what it may have changed
             took, predicted = timed(partial(session.predict, **flip))
+            if number == 1:
+                [lines] = session.run("_profiled()")
+                bench.say("questions", profile=lines.splitlines())
+            if number == 2:
+                [found] = session.run("_waits()")
+                bench.say("questions", waits=found)
             name = ",".join(f"{key}={value}" for key, value in flip.items())
             if isinstance(predicted, str):
                 bench.say("questions", **{name: predicted})
@@ -163,7 +193,7 @@ def questions(bench: Bench) -> None:
         bench.say("questions", doctor_again_s=took)
         took, found = timed(session.largest_batch)
         bench.say("questions", largest_batch_s=took, largest_batch=found)
-        seconds = 10 if bench.small else 30
+        seconds = 10 if bench.small else 15
         took, found = timed(lambda: session.tune(seconds=seconds))
         bench.say("questions", tune_s=took, tune=str(found))
 
@@ -176,7 +206,7 @@ def limits(bench: Bench) -> None:
         took, largest = timed(session.largest_batch)
         bench.say("limits", largest_batch_s=took, largest=largest)
         session.set(batch_size=largest)
-        run = session.train(20 if bench.small else 60)
+        run = session.train(20 if bench.small else 40)
         frame = run.frame()
         reserved, live = int(frame.reserved_peak_bytes.max()) / limit, int(frame.live_peak_bytes.max()) / limit
         bench.say("limits", steps=run.steps, notes=run.notes, reserved_of_limit=reserved, live_of_limit=live)
@@ -202,10 +232,46 @@ def sharing(bench: Bench) -> None:
     with bench.start(4 if bench.device == "cuda" else 2) as session:
         session.set(batch_size=max(2, bench.batch_size // 4), precision="bf16")
         session.train(4)
-        frame = session.train(bench.steps).frame()
-        bench.say("sharing", step_s=float(frame.step_s.median()), parts=parts_of(frame), time=str(session.time()))
+        for how, code in (("staged", ""), ("by Horovod alone", "_stage, _link._stage = _link._stage, None"),
+                          ("staged again", "_link._stage = _stage")):  # fmt: skip
+            session.run(f"{HERE}\n{code}")
+            session.train(2)
+            frame = session.train(bench.steps).frame()
+            hidden = frame.hidden_s / (frame.hidden_s + frame.reduction_s)
+            found = {"step_s": float(frame.step_s.median()), "parts": parts_of(frame), "time": str(session.time())}
+            bench.say("sharing", **{how: {**found, "hidden_share": float(hidden.median())}})
         took, predicted = timed(lambda: session.predict(checkpointing="blocks"))
         bench.say("sharing", predict_s=took, predicted=str(predicted))
+
+
+def nccl(bench: Bench) -> None:
+    """One rank with a Horovod on NCCL: it starts, trains, predicts, and refuses a second rank on its GPU."""
+    bench.say("nccl", check=str(gpumem_nb.check()))
+    with bench.start() as session:
+        built = session.run("hvd.nccl_built()") if bench.device == "cuda" else [0]
+        frame = session.train(bench.steps).frame()
+        bench.say("nccl", built=built, losses=frame.loss.tolist(), step_s=float(frame.step_s.median()))
+        took, predicted = timed(lambda: session.predict(precision="bf16"))
+        bench.say("nccl", predict_s=took, predicted=str(predicted))
+    if bench.device == "cuda" and visible_gpus() == 1:
+        took, answer = timed(lambda: gpumem_nb.start(2, device="cuda"))
+        bench.say("nccl", refused_s=took, refused=str(answer))
+
+
+def several(bench: Bench) -> None:
+    """A rank on each GPU: speed, what backward hides, and that all hold the same weights; needs several."""
+    ranks = visible_gpus() if bench.device == "cuda" else 2
+    with bench.start(ranks) as session:
+        for precision in ("fp32", "bf16"):
+            session.set(precision=precision)
+            session.train(4)
+            frame = session.train(bench.steps).frame()
+            hidden = frame.hidden_s / (frame.hidden_s + frame.reduction_s)
+            found = {"ranks": ranks, "step_s": float(frame.step_s.median()), "parts": parts_of(frame)}
+            one, *others = session.run("[float(param.double().sum()) for param in model.parameters()]")
+            alike = all(other == one for other in others)
+            bench.say("several", **{precision: {**found, "hidden_share": float(hidden.median()), "alike": alike}})
+        bench.say("several", scaling=str(session.scaling(steps=6)), network=str(session.check_network()))
 
 
 def leaving(bench: Bench) -> None:
@@ -249,8 +315,9 @@ def loss_of(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 PARTS: dict[str, Callable[[Bench], None]] = {
-    "speed": speed, "questions": questions, "limits": limits, "sharing": sharing, "leaving": leaving,
+    "speed": speed, "sharing": sharing, "questions": questions, "limits": limits, "leaving": leaving,
 }  # fmt: skip
+ELSEWHERE: dict[str, Callable[[Bench], None]] = {"nccl": nccl, "several": several}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -265,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in args.parts.split(","):
         began = time.monotonic()
         try:
-            PARTS[name](bench)
+            (PARTS | ELSEWHERE)[name](bench)
         except Exception:
             failed = 1
             bench.say(name, error=traceback.format_exc())

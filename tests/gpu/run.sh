@@ -1,5 +1,7 @@
 #!/bin/sh
-# Everything that needs a real GPU: the tests marked "gpu", then figures and records (tests/gpu/README.md).
+# Everything that needs a real GPU, in four minutes once it is prepared: figures, the tests marked "gpu", records
+# (tests/gpu/README.md). What is given to it is passed on to tests/gpu/run.py, such as --seconds 600.
+# NCCL_PYTHON=/path/to/python names an environment whose Horovod was built on NCCL, for one rank on NCCL and for several GPUs.
 # Needs a Python (PYTHON=python3) with its headers and a CUDA build of torch, that CUDA's toolkit (nvcc), a C++ compiler
 # and make, and no root. Without a GPU it changes nothing.
 set -eu
@@ -24,8 +26,4 @@ fi
 export PYTHONPATH="$PWD" PYTHONDONTWRITEBYTECODE=1
 case $python in */*) PATH="$(cd "$(dirname "$python")" && pwd):$PATH" ;; esac # its mpiexec, if it has one
 prepared=$("$python" tests/gpu/prepare.py)
-"$prepared" -m pytest -p no:cacheprovider -m gpu tests/gpu
-"$prepared" -m tests.gpu.measure
-for ranks in 1 4; do
-    "$prepared" -m tests.gpu.record --ranks "$ranks"
-done
+exec "$prepared" -m tests.gpu.run ${NCCL_PYTHON:+--nccl "$NCCL_PYTHON"} "$@"

@@ -6,6 +6,7 @@ import pytest
 
 from gpumem_nb.cluster.resources import visible_gpus
 from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import TrainingFailed
 from tests.conftest import weights
 
 pytestmark = pytest.mark.gpu
@@ -19,6 +20,44 @@ def test_all_ranks_hold_the_same_weights_after_every_kind_of_flip(trained: Sessi
         trained.set(**knobs)
         assert trained.train(3).steps == 3
         assert len(weights(trained)) == 1
+
+
+# The device is late: what is sent is computed long after it was begun to be sent.
+LATE = """
+from gpumem_nb.engine.link import communicator
+_link, _heavy, _wrong = communicator.here(), torch.randn(4096, 4096, device=device), 0
+for _step in range(10):
+    _groups, _under_way = [], []
+    for _bucket in range(6):
+        for _ in range(3):
+            _heavy = torch.tanh(_heavy @ _heavy)
+        _numbers = torch.full((1000 * (_bucket + 1),), 10.0 * _step + _bucket + rank, device=device)
+        _numbers += _heavy.sum().isnan()
+        _groups.append(_numbers)
+        _under_way.append(_link.start_reduction([_numbers], f"late.{_bucket}", "sum"))
+    for _transfer in _under_way:
+        _transfer.wait()
+    for _bucket, _numbers in enumerate(_groups):
+        _wrong += int((_numbers != size * (10.0 * _step + _bucket) + sum(range(size))).sum())
+(_wrong, _link.on_host)
+"""
+
+
+def test_gradients_of_a_late_device_are_added_up_through_the_host(trained: Session) -> None:
+    assert trained.run(LATE) == [(0, not trained.run("hvd.nccl_built()", ranks=0)[0])] * RANKS
+
+
+def test_a_failed_step_leaves_nothing_on_its_way(trained: Session) -> None:
+    trained.run("_hook = next(model.parameters()).register_hook(lambda grad: 1 / (rank != 2))")
+    before = weights(trained)
+    with pytest.raises(TrainingFailed, match="rank 2 failed in the backward part of the step"):
+        trained.train(2)
+    trained.run("_hook.remove()")
+    assert weights(trained) == before
+    assert trained.train(3).steps == 3
+    trained.run("hvd.shutdown()")  # the ranks join again before the next request
+    assert trained.train(3).steps == 3
+    assert len(weights(trained)) == 1
 
 
 @pytest.mark.skipif(visible_gpus() != 1, reason="needs exactly one GPU for all ranks to be on it")

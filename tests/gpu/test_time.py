@@ -32,6 +32,16 @@ def test_the_parts_of_a_step_sum_to_it(trained: Session) -> None:
     assert (parts / frame.step_s).between(0.99, 1.01).all()
     assert (frame.forward_s > 0).all()
     assert (frame.backward_s > 0).all()
+    assert (frame.hidden_s <= frame.backward_s).all(), "known on a GPU, too"
+    assert (frame.hidden_s >= 0).all()
+
+
+def test_small_buckets_travel_while_the_device_is_at_backward(trained: Session) -> None:
+    trained.load("text-gpt", width=512, depth=8, heads=8, sequence_length=256)
+    trained.set(batch_size=16, bucket_mib=1)
+    trained.train(3)
+    frame = trained.train(6).frame()
+    assert (frame.hidden_s > 0.05 * frame.backward_s).all(), "the last layers' gradients leave long before the first's"
 
 
 def test_gradients_travel_alike_under_every_knob(trained: Session) -> None:
