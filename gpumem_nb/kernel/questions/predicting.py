@@ -73,7 +73,24 @@ class Predicting(AsksRanks):
 
     def answer(self, settings: Settings) -> Prediction:
         """Return what these settings would need, by small steps, and by whole ones where they are that quick."""
-        return self._rehearsed(self.by_small_steps(settings, [settings.batch_size])[0])
+        return self._by_whole_steps_alone(settings) or self._rehearsed(
+            self.by_small_steps(settings, [settings.batch_size])[0]
+        )
+
+    def _by_whole_steps_alone(self, settings: Settings) -> Prediction | None:
+        """Return what whole steps need, where a small one would be of that size; ``None`` where they say too little.
+
+        They are recorded as well, so a small one before them would only take as long again.
+        """
+        tried, size = self._history.now(), settings.batch_size
+        known = tried and tried.samples_per_s and self._may_be_quick(settings)
+        if not known or self._small([size]) != [size] or self._foreground.busy:
+            return None
+        with suppress(WorkloadError):
+            found = self.by_whole_steps(settings)
+            if not (found.lower_bound or found.basis.startswith(VARYING)):
+                return found
+        return None
 
     def score(self) -> Scoreboard:
         """Every prediction whose settings were tried afterwards, beside what came."""
