@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.optim.sgd as sgd_module
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -253,19 +254,22 @@ def test_an_update_like_an_earlier_one_needs_no_dry_run(
 
 
 def test_whatever_decides_how_an_update_is_computed_asks_for_another_dry_run(
-    gpu: VirtualGPU, dry_runs: list[Optimizer]
+    gpu: VirtualGPU, dry_runs: list[Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known, net = KnownUpdates(), network(torch.float32)
     optimizer = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    usual = sgd_module.sgd
+    monkeypatch.setattr(sgd_module, "sgd", usual)  # and back
     changes: list[Callable[[], object]] = [
         lambda: with_gradients(net),
         lambda: None,
+        cells.one_more,
         lambda: optimizer.param_groups[0].update(weight_decay=0.1),
         lambda: optimizer.param_groups[0].update(nesterov=True),
         lambda: setattr(next(net.parameters()), "grad", None),
         lambda: optimizer.state.clear(),
         lambda: vars(optimizer)["state"].update(mine=3),
-        cells.one_more,
+        lambda: setattr(sgd_module, "sgd", lambda *args, **kwargs: usual(*args, **kwargs)),
     ]
     for change in changes:
         change()

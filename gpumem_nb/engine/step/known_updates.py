@@ -1,11 +1,14 @@
 """What the updates of questions allocate. Of torch's own optimizers, one that is like an earlier one needs no dry run.
 
 A dry run takes up to a millisecond for each weight and operator, and the small steps of a question have updates alike.
+So have those of questions before and after a cell, unless it has changed what an update is made of.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,6 @@ from ...internals.torch_internals import step_hooks_held_back, stepped_by_others
 from ...memory.device import Device
 from ...memory.ledger.events import Foreseen
 from ...memory.ledger.recorder import Recorder
-from .. import cells
 from ..undo.step_undo import UpdateUndo
 from . import optimizers
 from .dry_update import AskedUpdate, CannotBeForeseen, foresee, held_by, kept_by
@@ -24,6 +26,7 @@ from .live_model import LiveModel
 from .parts import in_groups
 
 MOST_KNOWN = 8
+_USED = ("torch.optim.optimizer", "torch.nn.utils.clip_grad", "torch.amp.grad_scaler")  # modules, by all of torch's own
 
 
 class _Known(NamedTuple):
@@ -77,7 +80,7 @@ class KnownUpdates:
         places = {number: place for place, number in enumerate(numbers)}
         how = update.implementation, update.scaler is None, update.clip_norm is None
         key = (
-            (type(optimizer), *how, device, cells.ran()),
+            (type(optimizer), *how, device, *_code(optimizer)),
             (*_options(optimizer), *_state(optimizer)),
             tuple(zip(map(_look, held), map(places.get, lying), strict=True)),
         )
@@ -114,6 +117,16 @@ def _taken(update: AskedUpdate, device: Device) -> Foreseen:
     return Foreseen(tuple(rows), tuple(one for one in owned if one[0]))
 
 
+def _code(optimizer: Optimizer) -> Iterator[Hashable]:
+    """Yield what computes an update, which a cell may have replaced: functions, and what torch does everywhere."""
+    kind = type(optimizer)
+    yield torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    for holder in (*(sys.modules[name] for name in (kind.__module__, *_USED)), *kind.__mro__):
+        for value in vars(holder).values():
+            if isinstance(value, FunctionType):
+                yield value, value.__code__
+
+
 def _options(optimizer: Optimizer) -> Iterator[Hashable]:
     """Yield what decides how an update is computed: all options but the rate, and which weights have gradients."""
     yield repr(sorted((name, value) for name, value in optimizer.defaults.items() if name != "lr"))
@@ -138,4 +151,4 @@ def _state(optimizer: Optimizer) -> Iterator[Hashable]:
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad
+    return type(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad
