@@ -16,10 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 OK, FAILED, CUT, SKIPPED, NOT_RUN = "ok", "failed", "cut", "skipped", "not run"
+USUAL_SECONDS = 240.0
 _TAIL = 2000  # characters of a part's output in the summary
 _GRACE_S = 5.0  # for a part that was told to end
 _LEAST_S = 3.0  # no part begins with less
@@ -139,7 +140,7 @@ def stages(device: str, small: bool, folder: Path, nccl: str, gpus: int) -> list
 
     def tests(*names: str, most_s: float) -> Part:
         files = tuple(f"tests/gpu/test_{name}.py" for name in names)
-        return Part("-".join(names), ("-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *files), most_s)
+        return Part("test_" + "-".join(names), ("-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", *files), most_s)
 
     one_gpu = [
         [measured("speed", 45)],
@@ -170,6 +171,11 @@ def stages(device: str, small: bool, folder: Path, nccl: str, gpus: int) -> list
     return [*one_gpu[:1], *several, *one_gpu[1:], records[:1], records[1:]]
 
 
+def slower(all_stages: Sequence[Sequence[Part]], times: float) -> list[list[Part]]:
+    """Return the same with so many times as much time for each part."""
+    return [[replace(part, most_s=times * part.most_s) for part in stage] for stage in all_stages]
+
+
 def chosen(all_stages: Sequence[Sequence[Part]], names: Sequence[str]) -> Iterator[list[Part]]:
     """Yield the stages with these parts alone; raise ``SystemExit`` for a name that there is not."""
     known = [part.name for stage in all_stages for part in stage]
@@ -190,7 +196,7 @@ def visible_gpus() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--seconds", type=float, default=USUAL_SECONDS, help="more give each part more, too")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="sizes as small as they get")
@@ -199,7 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     folder: Path = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = stages(args.device, args.small, folder, args.nccl, visible_gpus())
+    wanted = slower(
+        stages(args.device, args.small, folder, args.nccl, visible_gpus()), max(1.0, args.seconds / USUAL_SECONDS)
+    )
     code = run(list(chosen(wanted, list(filter(None, args.parts.split(","))))), Results(folder), args.seconds)
     print(f"All of it: {folder}")
     return code
