@@ -93,15 +93,18 @@ class Running:
             self._process.wait(max(0.0, min(until_s, self._began_s + self.part.most_s) - time.monotonic()))
         except subprocess.TimeoutExpired:
             cut = True
-            self._end()
+        finally:  # interrupted itself, too
+            self.end()
         tail = self._log.read_text(errors="replace")[-_TAIL:]
         code = self._process.returncode
         skipped = code == _NO_TESTS or (code == 0 and " passed" not in tail and " skipped in " in tail)
         outcome = CUT if cut else SKIPPED if skipped else FAILED if code else OK
         return Result(self.part.name, outcome, time.monotonic() - self._began_s, tail, self.part.open_end)
 
-    def _end(self) -> None:
-        """Interrupt it, so that it ends its ranks, and kill what does not listen."""
+    def end(self) -> None:
+        """Interrupt it if it still runs, so that it ends its ranks, and kill what does not listen."""
+        if self._process.poll() is not None:
+            return
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, number)
@@ -121,8 +124,12 @@ def run(stages: Sequence[Sequence[Part]], results: Results, seconds: float) -> i
     for stage in stages:
         there = until_s - time.monotonic() >= _LEAST_S
         running = [Running(part, results.folder) for part in stage if there]
-        for one in running:
-            results.add(one.result(until_s))
+        try:
+            for one in running:
+                results.add(one.result(until_s))
+        finally:
+            for one in running:
+                one.end()
         for part in stage if not there else ():
             results.add(Result(part.name, NOT_RUN, open_end=part.open_end))
     bad = (one.outcome == FAILED or (one.outcome in (CUT, NOT_RUN) and not one.open_end) for one in results.found)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.run import CUT, FAILED, NOT_RUN, OK, SKIPPED, Part, Results, Running, chosen, run, slower, stages
+from tests.gpu.run import CUT, FAILED, NOT_RUN, OK, SKIPPED, Part, Result, Results, Running, chosen, run, slower, stages
 from tests.timing import HANG_S, until
 
 SLEEPS = "import os, time\nprint(os.getpid(), flush=True)\nwhile True:\n    time.sleep(0.05)"
@@ -61,6 +61,20 @@ def test_what_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     assert running.result(until_s=time.monotonic()).outcome == CUT
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
+
+
+def test_an_interrupt_ends_what_runs(tmp_path: Path) -> None:
+    found: list[int] = []
+
+    class Interrupted(Results):
+        def add(self, result: Result) -> None:
+            found.append(int(until(lambda: (tmp_path / "long.log").read_text().split())[0]))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run([[part("short", ""), part("long", SLEEPS)]], Interrupted(tmp_path), HANG_S)
+    with pytest.raises(ProcessLookupError):
+        os.kill(found[0], 0)
 
 
 def test_what_there_is_no_time_for_is_told(tmp_path: Path) -> None:
