@@ -210,6 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nccl", default="", help="a Python whose Horovod was built on NCCL")
     parser.add_argument("--parts", default="")
     args = parser.parse_args(arguments)
+    # A shell starts what it runs in the background with Ctrl-C ignored, and parts would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder: Path = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     wanted = slower(
