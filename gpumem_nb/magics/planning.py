@@ -14,6 +14,7 @@ from IPython.display import display
 from .. import predict
 from ..planning import gpu_table
 from ..planning.fit import fits
+from ..planning.prediction import Prediction
 from ..planning.tuning.result import TuneResult
 from ..planning.tuning.space import TUNABLE
 from ..session import Session, current
@@ -103,6 +104,7 @@ class PlanningMagics(Magics):
             if args.largest_batch:
                 return session.largest(**knobs)
             said = session.predict(**knobs)
+        assert isinstance(said, Prediction)
         return said if fits(said) else _answer("What would fit", lambda progress: session.instead(said, progress))
 
     def _elsewhere(self, named: list[str], knobs: dict[str, Any], largest: bool) -> Any:

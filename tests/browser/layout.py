@@ -15,13 +15,17 @@ _TEXTS = """panel => {
     const message = panel.querySelector('.gpumem-message').getBoundingClientRect();  // lies over charts on purpose
     const covered = (element, box) => message.height && element.closest('.js-plotly-plot') &&
         box.bottom > message.top && box.top < message.bottom;
-    const add = (element, box) => box.width && box.height && !covered(element, box) && seen.push(
-        [element.textContent.trim().slice(0, 40), box.left, box.top, box.right, box.bottom]);
+    const add = (element, box) => {
+        const scrolled = element.closest('.gpumem-message') ? message : { top: -Infinity, bottom: Infinity };
+        const [top, bottom] = [Math.max(box.top, scrolled.top), Math.min(box.bottom, scrolled.bottom)];
+        if (box.width && bottom > top && !covered(element, box))
+            seen.push([element.textContent.trim().slice(0, 40), box.left, top, box.right, bottom]);
+    };
     for (const text of panel.querySelectorAll('.js-plotly-plot text'))
         if (text.textContent.trim() && !text.closest('.hoverlayer')) add(text, text.getBoundingClientRect());
     for (const part of panel.querySelectorAll(
         '.gpumem-status > span, button, .widget-label, select, input, .gpumem-tiles b, .gpumem-tiles span, ' +
-        '.gpumem-tip p, .gpumem-flip td, .gpumem-effect > div, .gpumem-filling p, .gpumem-verdict p, ' +
+        '.gpumem-tip p, .gpumem-flip td:not(:has(button)), .gpumem-effect > div, .gpumem-filling p, .gpumem-verdict p, ' +
         '.gpumem-searching p, summary'))
         add(part, part.getBoundingClientRect());
     for (const plot of panel.querySelectorAll('.js-plotly-plot'))  // the highest tick may stand at the very top

@@ -150,7 +150,7 @@ def test_objects_that_are_there_need_what_their_definition_needs() -> None:
 
 
 def test_weights_travel_without_their_values_and_tied_ones_stay_tied() -> None:
-    model = tower()
+    model: Any = tower()
     model[1].up.weight = model[0].up.weight
     model[0].where = torch.device("cuda", 1)  # as a model keeps it that was built on a rank's GPU
     assert pickle.loads(emptied(model))[0].where == torch.device("cpu")

@@ -188,12 +188,8 @@ def test_a_budget_holds_for_one_answer_alone() -> None:
 
 def test_why_several_changes_need_less_is_said_in_one_clause() -> None:
     all_at_once = Fit(HALF.replace(checkpointing="blocks", fusion_threshold_mib=4), 100 * MIB)
-    assert (
-        instead_of(FAILED, 2, [all_at_once])
-        .words(FAILED)
-        .partition("Type")[0]
-        .endswith(
-            ", because backward recomputes activations that forward would keep, fewer samples are in memory at once and "
-            "Horovod's buffer is smaller. "
-        )
+    said = instead_of(FAILED, 2, [all_at_once]).words(FAILED).partition("Type")[0]
+    assert said.endswith(
+        ", because backward recomputes activations that forward would keep, fewer samples are in memory at once and "
+        "Horovod's buffer is smaller. "
     )
