@@ -119,7 +119,8 @@ class Run(Words):
 
         The columns of categories hold their bytes at the peak of the steps that were recorded; of others nothing.
         ``data_s``, ``copy_s`` and so on are the parts of ``step_s`` (:data:`gpumem_nb.shared.step_times.MEANING`; on
-        GPUs of the device's time for it), and in ``hidden_s`` of backward gradients were on their way.
+        GPUs of the device's time for it), and in ``hidden_s`` of backward gradients were on their way. ``first`` is
+        true of the first step of what is loaded, which loads kernels: what a run says of samples/s leaves it out.
         """
         import pandas as pd
 
