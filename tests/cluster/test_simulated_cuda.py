@@ -10,6 +10,7 @@ from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import TrainingFailed
 from tests.conftest import load_afresh, weights
 from tests.internals import COLLECT, DEVICE
+from tests.tiers import every, first_tier
 
 pytestmark = pytest.mark.cluster
 MIB = 2**20
@@ -56,8 +57,9 @@ def trained(gpu: Session) -> Session:
     return gpu
 
 
-@pytest.mark.parametrize("fault", ["memory", "library"])
-@pytest.mark.parametrize("left_mib", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "left_mib"), first_tier([("memory", 0), ("library", 0), ("memory", 1), ("library", 1)], every(3))
+)
 def test_a_rescue_needs_no_more_than_the_gradients_that_it_lets_go(trained: Session, fault: str, left_mib: int) -> None:
     """As with gradients of 8 GB and 200 MB free: a fortieth of them is left.
 
@@ -106,6 +108,7 @@ def loss(model, batch):
 WORDS = {"width": 32, "depth": 2, "heads": 2, "sequence_length": 64}
 
 
+@pytest.mark.full
 def test_training_at_the_largest_batch_goes_on_whatever_comes(gpu: Session) -> None:
     session = load_afresh(gpu, "text-gpt", **WORDS)
     session.run("_gpu.set_limit(160 * 2**20)")
@@ -136,6 +139,7 @@ def test_training_at_the_largest_batch_goes_on_whatever_comes(gpu: Session) -> N
     assert len(weights(session)) == 1
 
 
+@pytest.mark.full
 def test_predictions_are_right_though_steps_are_recorded_by_their_tensors(gpu: Session) -> None:
     session = load_afresh(gpu, "text-gpt", **WORDS)
     session.set(batch_size=8, optimizer="adamw")
