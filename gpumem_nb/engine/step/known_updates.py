@@ -117,7 +117,7 @@ def _taken(update: AskedUpdate, device: Device) -> Foreseen:
     return Foreseen(tuple(rows), tuple(one for one in owned if one[0]))
 
 
-def _code(optimizer: Optimizer) -> Iterator[Hashable]:
+def _code(optimizer: Optimizer) -> Iterator[Any]:
     """Yield what computes an update, which a cell may have replaced: functions, and what torch does everywhere."""
     kind = type(optimizer)
     yield torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
