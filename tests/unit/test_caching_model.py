@@ -183,3 +183,35 @@ def test_what_is_held_is_replayed_from_where_it_lies(gpu: VirtualGPU) -> None:
     anew = replay([*layout[layout[:, 1] > 0, 0].tolist(), *events])
     assert anew.reserved_peak_bytes != now.reserved_peak_bytes, "or it would not matter where it lies"
     numbers.clear()
+
+
+@on_virtual_gpu
+def test_the_limit_is_met_by_the_allocation_that_meets_it_in_a_replay(gpu: VirtualGPU) -> None:
+    from torch import OutOfMemoryError
+
+    from gpumem_nb.memory.virtual_gpu.gpu import replay
+
+    chance, limit = random.Random(1), 100 * MIB
+    events: list[int] = []
+    held: dict[int, torch.Tensor] = {}
+
+    def fill() -> None:
+        made = 0
+        while True:
+            if held and chance.random() < 0.45:
+                events.append(-chance.choice(list(held)))
+                del held[-events[-1]]
+            else:
+                events.append(int(2 ** chance.uniform(0, 18 if len(events) < 1500 else 23)))
+                made += 1
+                held[made] = tensor(events[-1])
+
+    gpu.set_limit(limit)
+    with pytest.raises(OutOfMemoryError):
+        fill()
+    assert len(events) > 1500, "many were followed later"
+    before = replay(events[:-1], limit)
+    assert before.within_limit
+    assert not replay(events, limit).within_limit
+    assert gpu.reading().live_bytes == before.live_bytes
+    held.clear()

@@ -15,7 +15,7 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
 
-#include "caching_model.h"
+#include "deferred_model.h"
 #include "event_log.h"
 
 #include <malloc.h>
@@ -50,7 +50,7 @@ using gpumem::Block;
 
 struct State {
   std::mutex mutex;  // guards everything below; taken once per allocation and once per release
-  gpumem::CachingModel cache;
+  gpumem::DeferredModel model;
   uint64_t live = 0;
   uint64_t live_peak = 0;
   uint64_t limit = 0;
@@ -104,8 +104,15 @@ std::string in_words(uint64_t bytes) {
   __builtin_unreachable();
 }
 
-GpumemReading read_locked(const State& s) {
-  return {s.live, s.live_peak, s.cache.reserved, s.cache.reserved_peak, s.limit, s.allocations, s.over_limit, s.foreign};
+// The model as it is after all that has happened.
+gpumem::CachingModel& caught_up(State& s) {
+  s.model.catch_up(s.limit);
+  return s.model.cache;
+}
+
+GpumemReading read_locked(State& s) {
+  const gpumem::CachingModel& cache = caught_up(s);
+  return {s.live, s.live_peak, cache.reserved, cache.reserved_peak, s.limit, s.allocations, s.over_limit, s.foreign};
 }
 
 // In front of every tensor's bytes, so that a pointer is all the deleter needs.
@@ -113,8 +120,8 @@ constexpr uint64_t kMagic = 0x6770756d656d6e62;  // "gpumemnb"
 struct alignas(c10::gAlignment) Header {
   uint64_t magic;
   size_t nbytes;
-  Block* block;
   uint64_t id;
+  uint32_t slot;
   bool foreign;
 };
 static_assert(sizeof(Header) == c10::gAlignment, "tensors must stay aligned");
@@ -127,21 +134,27 @@ void record(State& s, const Header& header, int64_t change) {
 Header count_in(size_t nbytes) {
   State& s = state();
   std::unique_lock<std::mutex> lock(s.mutex);
-  const size_t size = s.cache.block_size(nbytes);
-  Block* block = enforced ? s.cache.allocate_within(size, s.limit, s.limit) : s.cache.allocate(size, s.limit, s.limit);
-  if (!block) {
-    if (enforced) {
-      const GpumemReading at = read_locked(s);
-      lock.unlock();
-      raise_out_of_memory(nbytes, gpumem::segment_size(size), at);
+  gpumem::CachingModel& cache = s.model.cache;
+  const size_t size = cache.block_size(nbytes);
+  const bool waits = s.model.may_wait(size, s.limit);
+  Block* block = nullptr;
+  if (!waits) {
+    block = enforced ? cache.allocate_within(size, s.limit, s.limit) : cache.allocate(size, s.limit, s.limit);
+    if (!block) {
+      if (enforced) {
+        const GpumemReading at = read_locked(s);
+        lock.unlock();
+        raise_out_of_memory(nbytes, gpumem::segment_size(size), at);
+      }
+      ++s.over_limit;
+      block = cache.from_device(size);
     }
-    ++s.over_limit;
-    block = s.cache.from_device(size);
   }
   s.live += nbytes;
   s.live_peak = std::max(s.live_peak, s.live);
-  const Header header{kMagic, nbytes, block, ++s.allocations, is_foreign(s)};
-  block->id = header.id;
+  const uint64_t id = ++s.allocations;
+  const uint32_t slot = waits ? s.model.allocate_later(id, size) : s.model.allocated(id, block);
+  const Header header{kMagic, nbytes, id, slot, is_foreign(s)};
   record(s, header, static_cast<int64_t>(nbytes));
   return header;
 }
@@ -150,7 +163,7 @@ void count_out(const Header& header) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   s.live -= header.nbytes;
-  s.cache.give_back(header.block);
+  s.model.give_back_later(header.slot, s.limit);
   record(s, header, -static_cast<int64_t>(header.nbytes));
 }
 
@@ -245,7 +258,7 @@ extern "C" {
 // The allocator is configured when it is installed for the first time.
 void gpumem_install(const gpumem::Config* config) {
   static const bool once = [config] {
-    state().cache.config = *config;
+    state().model.cache.config = *config;
     static auto* allocator = new VirtualAllocator;
     pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
     keep_freed_memory();
@@ -257,6 +270,7 @@ void gpumem_install(const gpumem::Config* config) {
 
 void gpumem_set_limit(uint64_t bytes) {
   std::lock_guard<std::mutex> lock(state().mutex);
+  caught_up(state());
   state().limit = bytes;
 }
 
@@ -269,7 +283,8 @@ bool gpumem_enforce_on_this_thread(bool enforce) {
   ours = true;
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  if (s.limit && s.cache.reserved > s.limit) s.cache.release_free_segments();
+  gpumem::CachingModel& cache = caught_up(s);
+  if (s.limit && cache.reserved > s.limit) cache.release_free_segments();
   return before;
 }
 
@@ -286,8 +301,9 @@ void gpumem_read(GpumemReading* out) {
 
 void gpumem_reset_peak() {
   std::lock_guard<std::mutex> lock(state().mutex);
+  gpumem::CachingModel& cache = caught_up(state());
   state().live_peak = state().live;
-  state().cache.reserved_peak = state().cache.reserved;
+  cache.reserved_peak = cache.reserved;
 }
 
 // From now on allocations and releases are logged, and copies of these parameters, given as sorted TensorImpl addresses.
@@ -301,8 +317,8 @@ uint64_t gpumem_log_begin(const void* const* parameters, size_t count, GpumemRea
   std::lock_guard<std::mutex> lock(state().mutex);
   state().log.in_call(0);
   state().log.begin(parameters, count);
-  state().layout = state().cache.layout();
   *out = read_locked(state());
+  state().layout = state().model.cache.layout();
   return handle;
 }
 
@@ -332,12 +348,12 @@ uint64_t gpumem_allocation(const c10::StorageImpl* storage) { return allocation_
 // Bytes that gpumem_empty_cache() would give back.
 uint64_t gpumem_releasable() {
   std::lock_guard<std::mutex> lock(state().mutex);
-  return state().cache.releasable();
+  return caught_up(state()).releasable();
 }
 
 void gpumem_empty_cache() {
   std::lock_guard<std::mutex> lock(state().mutex);
-  state().cache.release_free_segments();
+  caught_up(state()).release_free_segments();
 }
 
 }  // extern "C"

@@ -26,6 +26,11 @@ inline size_t segment_size(size_t size) {
   return size < kMinLargeAlloc ? kLargeSegment : round_up(size, kRoundLarge);
 }
 
+// What a block of this size may add to reserved bytes, at most, whatever the settings: whole pages of an expandable segment.
+inline size_t most_reserved(size_t size) {
+  return size <= kSmallSize ? kSmallSegment : round_up(size, kLargeSegment);
+}
+
 // What PYTORCH_CUDA_ALLOC_CONF may say; as it stands here, it says nothing.
 struct Config {
   uint64_t roundup_divisions = 1;  // a power of two
