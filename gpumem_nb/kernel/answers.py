@@ -21,6 +21,11 @@ class Answers:
         found = self._instead.get(settings)
         return found if found and found.tried else None
 
+    @property
+    def known(self) -> tuple[Instead, ...]:
+        """Return all that was found."""
+        return tuple(self._instead.values())
+
     def forget(self) -> None:
         """The model may have changed."""
         self._instead = {}

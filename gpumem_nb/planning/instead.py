@@ -177,13 +177,12 @@ def instead_of(
     return replace(found, fastest=fastest, timed=timed, frees_most=most if _peak(most) < _peak(fastest) else None)
 
 
-def of_tuned(
-    failed: Settings, ranks: int, best: Fit, others: Sequence[Fit], needs: Prediction, splits: Splits = NOT_KNOWN
-) -> Instead:
-    """Return the answer of a tuner, whose best is the fastest of all that it tried, whatever single turns say."""
+def of_tuned(known: Instead, best: Fit, others: Sequence[Fit]) -> Instead:
+    """Return an answer after a tuner has tried others, whose best is the fastest of them, whatever single turns say."""
     most = best.samples_per_s or 0.0
     slower = [replace(one, samples_per_s=min(one.samples_per_s or 0.0, most)) for one in others]
-    return instead_of(failed, ranks, [replace(best, barely=False), *slower], needs, splits=splits)
+    found = instead_of(known.failed, known.ranks, [replace(best, barely=False), *slower], splits=known.splits)
+    return replace(found, why=known.why, largest=known.largest)
 
 
 def may_free(category: str, phase: str, now: Tried | None, tried: Sequence[Tried], blocks: int) -> str:

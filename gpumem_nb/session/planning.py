@@ -22,6 +22,7 @@ from ..planning.score import Scoreboard
 from ..planning.tuning.result import TuneResult
 from ..planning.what_if import AllocatorWhatIf, WhatFits, WhatIf
 from ..shared.answers import Progress
+from ..shared.errors import InvalidInput
 from ..shared.settings import Settings
 
 
@@ -87,8 +88,19 @@ class PredictsSettings:
             progress: told what is being predicted.
 
         Raises:
+            InvalidInput: it is no prediction, or not of what is loaded now.
             WorkloadError: nothing is loaded.
         """
+        if not isinstance(predicted, Prediction):
+            raise InvalidInput(
+                f"A {type(predicted).__name__} is not a prediction: session.instead(session.predict(batch_size=8)) "
+                "takes one."
+            )
+        if self.foreseen(predicted.settings) is None:
+            raise InvalidInput(
+                "This prediction is not of what is loaded now, or a cell ran since: predict again, then ask what fits "
+                "instead."
+            )
         with suppress(KeyboardInterrupt):
             if not fits(predicted):
                 found = FindingInstead(self._life.cluster).find(predicted, progress)

@@ -9,7 +9,7 @@ import pytest
 
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import TrainingFailed
+from gpumem_nb.shared.errors import InvalidInput, TrainingFailed
 from tests.cluster.test_prediction import OWN
 
 pytestmark = [pytest.mark.cluster, pytest.mark.full]
@@ -160,6 +160,34 @@ def test_the_command_is_typed_from_the_settings_in_force(two_ranks: Session, fre
     session.set(**knobs_of(str(run).rsplit("Type %hvd_set ", 1)[1].splitlines()[0]))
     assert session.settings == trial.settings
     assert session.train(3).frame().live_peak_bytes.max() == pytest.approx(trial.peak_bytes, rel=0.02)
+
+
+def test_card_doctor_predict_and_tuner_say_the_same(two_ranks: Session, fresh: Callable[..., Session]) -> None:
+    session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
+    session.train(2)
+    session.set(batch_size=256)
+    card = str(session.train(2)).rsplit("Type %hvd_set ", 1)[1].splitlines()[0]
+    rescue = session.history.rescue
+    assert rescue
+    assert rescue.instead
+    failed, fastest = rescue.settings, rescue.fitting[0].settings
+    first = session.doctor().findings[0]
+    assert first.cause == "does not fit"
+    assert first.flip
+    assert first.flip.after == fastest
+    assert rescue.instead.reason(session.settings) in first.do
+    too_large = session.predict(**failed.changed_from(session.settings))
+    assert str(session.instead(too_large)).endswith(f"Type %hvd_set {card}")
+    best = session.tune(seconds=10, global_batch=failed.samples_per_rank * 2).best
+    assert best
+    assert session.instead(too_large).instead.fastest.settings == best.settings  # type: ignore[union-attr]
+    assert session.history.rescue
+    assert session.history.rescue.fitting[0].settings == best.settings
+    session.run("1 + 1")
+    with pytest.raises(InvalidInput, match="predict again"):
+        session.instead(too_large)
+    with pytest.raises(InvalidInput, match="is not a prediction"):
+        session.instead("batch_size=8")  # type: ignore[arg-type]
 
 
 LONG = """

@@ -94,8 +94,10 @@ def test_where_nothing_fits_what_is_no_knob_is_named() -> None:
 
 def test_the_tuners_best_is_the_answer_whatever_single_turns_say() -> None:
     best, other = Fit(BLOCKS, 500 * MIB, False, 90.0), Fit(HALF, 400 * MIB, False, 95.0)
-    found = of_tuned(FAILED, 2, best, [other], NEEDS)
+    known = instead_of(FAILED, 2, [Fit(HALF, 400 * MIB, trial_s=1.0)], NEEDS, on_the_step=True)
+    found = of_tuned(known, best, [other])
     assert [one.settings for one in found.offers] == [BLOCKS, HALF]
+    assert found.reason(FAILED).startswith("At the peak of 1.6 GiB, in backward, 75 % is activations. Predicted, these")
 
 
 class Ranks:
@@ -188,8 +190,8 @@ def test_a_budget_holds_for_one_answer_alone() -> None:
 
 def test_why_several_changes_need_less_is_said_in_one_clause() -> None:
     all_at_once = Fit(HALF.replace(checkpointing="blocks", fusion_threshold_mib=4), 100 * MIB)
-    said = instead_of(FAILED, 2, [all_at_once]).words(FAILED).partition("Type")[0]
-    assert said.endswith(
-        ", because backward recomputes activations that forward would keep, fewer samples are in memory at once and "
-        "Horovod's buffer is smaller. "
+    said = instead_of(FAILED, 2, [all_at_once]).reason(FAILED)
+    assert said.partition(", because ")[2] == (
+        "backward recomputes activations that forward would keep, fewer samples are in memory at once and Horovod's "
+        "buffer is smaller."
     )

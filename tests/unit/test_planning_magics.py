@@ -13,10 +13,14 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from gpumem_nb.magics import planning
 from gpumem_nb.magics.planning import PlanningMagics
+from gpumem_nb.planning.instead import instead_of
+from gpumem_nb.planning.prediction import DOES_NOT_FIT
 from gpumem_nb.planning.tuning.result import TuneResult
+from gpumem_nb.report.instead import Fit
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui import doctor_view
 from gpumem_nb.ui import figures as tune_figure
+from tests.unit.test_doctor import prediction
 from tests.unit.test_doctor_view import diagnosis
 from tests.unit.tuned_machine import tuned
 
@@ -120,3 +124,15 @@ def test_stop_before_anything_was_found_ends_it(session: Any) -> None:
     session.what_fits = _pressed
     with pytest.raises(KeyboardInterrupt):
         _run("hvd_what_fits")
+
+
+@pytest.mark.usefixtures("in_a_notebook")
+def test_of_what_does_not_fit_predict_says_what_would(session: Any) -> None:
+    too_large = prediction(live=1200, verdict=DOES_NOT_FIT)
+    half = Settings(batch_size=16, accumulation_steps=2)
+    would = instead_of(too_large.settings, 2, [Fit(half, 100)])
+    session.predict = lambda **knobs: prediction() if knobs else too_large
+    session.instead = lambda said, progress: replace(said, instead=would)
+    assert str(_run("hvd_predict")).endswith("Type %hvd_set batch_size=16 accumulation_steps=2")
+    session.instead = _pressed
+    assert "Type" not in str(_run("hvd_predict", "batch_size=4")), "what fits needs nothing else"

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from ...planning.fit import fits, within
-from ...planning.instead import as_fit, of_tuned
+from ...planning.instead import as_fit, instead_of, of_tuned
 from ...planning.prediction import Prediction
 from ...planning.score import Asked
 from ...planning.tuning.record import Candidate, Record, TrialTimes, speed_of
 from ...planning.tuning.result import TuneResult
 from ...planning.tuning.search import search
-from ...planning.tuning.space import Space, space
+from ...planning.tuning.space import SPLIT, Space, space
 from ...report.answered import TUNER
 from ...report.differences import typed
 from ...report.instead import Fit, Instead
@@ -120,6 +120,8 @@ class Tuning(AsksRanks):
                 foretold = within(foretold, least_limit(self._history.readings))
             self._history.predicted(Asked(foretold, trials.model_version, present, self._history.begun))
         result = replace(result, instead=self._instead(result, budget_bytes, progress))
+        if budget_bytes is None:
+            self._tell(result)
         self._record.answered(TUNER, result.why)
         return result
 
@@ -130,17 +132,29 @@ class Tuning(AsksRanks):
         """
         start, best = result.space.start, result.best
         now = next((one.predicted for one in result.looked_at if one.settings == start), None)
-        if now is None or fits(now) or (result.stopped and best is None):
+        in_use = best is not None and best.settings == start  # tight, and nothing has more room
+        if now is None or fits(now) or in_use or (result.stopped and best is None):
             return None
         if best is None:
             with suppress(KeyboardInterrupt, GpumemError):
                 return self._finding.find(now, progress, budget_bytes)
             return None
-        tried = [_tried(one) for one in result.looked_at if one is not best]
-        found = of_tuned(start, result.ranks, _tried(best), tried, now, result.splits)
-        if budget_bytes is None:
-            self._finding.tell(found)
-        return found
+        return of_tuned(instead_of(start, result.ranks, [], now, splits=result.splits), *_all_tried(result, best))
+
+    def _tell(self, result: TuneResult) -> None:
+        """Give the best as the answer to all settings of that global batch of which it is known that they do not fit."""
+        best, knobs = result.best, {*result.space.knobs, *SPLIT}
+        if best is None:
+            return
+        for known in (*self._history.answers.known, *filter(None, [result.instead])):
+            of_batch = best.settings.samples_per_rank == known.failed.samples_per_rank
+            if of_batch and best.settings != known.failed and best.settings.changed_from(known.failed).keys() <= knobs:
+                self._finding.tell(of_tuned(known, *_all_tried(result, best)))
+
+
+def _all_tried(result: TuneResult, best: Candidate) -> tuple[Fit, list[Fit]]:
+    """Return the best, and all others that were looked at."""
+    return _tried(best), [_tried(one) for one in result.looked_at if one is not best]
 
 
 def _tried(one: Candidate) -> Fit:
