@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytestmark = [pytest.mark.notebook, pytest.mark.timeout(400)]
 
 QUICKSTART = Path(__file__).parents[2] / "notebooks" / "01_quickstart.ipynb"
 CELL_TIMEOUT_S = 120
+FASTER = 1.3  # times as fast, at least: by CPU time it is three
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,11 @@ def test_it_is_shipped_without_outputs_and_opens_without_a_dialog(source: Any) -
     assert len({cell.id for cell in source.cells}) == len(source.cells)
 
 
-def test_four_ranks_train(executed: dict[str, str]) -> None:
-    assert "40 steps on 4 ranks" in executed["train"]
-    assert all(f"rank {rank}: " in executed["status"] for rank in range(4))
+def test_ranks_are_started_without_a_number_and_it_is_said_how_many_and_why(executed: dict[str, str]) -> None:
+    assert "2 ranks (" in executed["start"]
+    assert "No GPU is used, so each rank has a virtual one on the CPU." in executed["start"]
+    assert "40 steps on 2 ranks" in executed["train"]
+    assert all(f"rank {rank}: " in executed["status"] for rank in range(2))
 
 
 def test_flips_say_what_they_did(executed: dict[str, str]) -> None:
@@ -69,20 +73,32 @@ def test_cells_on_ranks_look_at_the_live_model(executed: dict[str, str]) -> None
 
 
 def test_what_will_not_fit_is_said_before(executed: dict[str, str]) -> None:
-    assert 32 < int(executed["predict-largest"]) < 1024
+    said = re.search(
+        r"batch_size=(\d+) is the largest that fits every rank: live peak [\d.]+ MiB, reserved [\d.]+ MiB of 160.0 MiB",
+        executed["predict-largest"],
+    )
+    assert said
+    assert 32 < int(said[1]) < 1024
     assert executed["predict-too-large"].startswith("does not fit: live peak")
 
 
 def test_running_out_of_memory_is_survived(executed: dict[str, str]) -> None:
-    assert "5 steps on 4 ranks" in executed["oom"]
+    assert "5 steps on 2 ranks" in executed["oom"]
     assert "ran out of memory" in executed["oom"]
     assert "went back to batch_size=32" in executed["oom"]
     assert "oom" in executed["runs"]
 
 
-def test_doctor_tuner_and_export_answer(executed: dict[str, str]) -> None:
-    assert "finding" in executed["doctor"] or "Nothing" in executed["doctor"]
+def test_it_ends_with_a_discovery_and_not_with_the_error_made_on_purpose(executed: dict[str, str]) -> None:
+    assert "ran out of memory" not in "".join(executed[cell] for cell in ("taken-over", "doctor", "tune", "faster"))
+    found = ("checkpointing is not needed", "a small batch", "no core")  # the last: where other programs use the cores
+    assert any(cause in executed["doctor"] for cause in found), executed["doctor"]
     assert "were measured by steps that were undone" in executed["tune"]
+    assert "Nothing was applied" not in executed["tune"]
+    effect = re.search(r"([\d,]+) → ([\d,]+) samples/s", executed["faster"])
+    assert effect, executed["faster"]
+    slow, fast = (float(figure.replace(",", "")) for figure in effect.groups())
+    assert fast > FASTER * slow
     assert "horovodrun" in executed["export"]
 
 
