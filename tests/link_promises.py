@@ -47,6 +47,7 @@ def rows_are_gathered_in_rank_order_also_of_other_lengths(link: Communicator) ->
     gathered = link.all_gather(torch.full((link.rank + 1, 2), link.rank), "promise.gather")
     assert gathered[:, 0].tolist() == [rank for rank in range(link.size) for _ in range(rank + 1)]
     assert link.numbers([link.rank, 2**62], "promise.numbers") == [[rank, 2**62] for rank in range(link.size)]
+    assert link.of_each(b"x" * link.rank, "promise.each") == [b"x" * rank for rank in range(link.size)]
 
 
 def each_rank_gets_its_rows_of_the_sum(link: Communicator) -> None:

@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -159,6 +160,13 @@ class Communicator(ABC):
             data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else data
         self.broadcast({f"gpumem_nb.{about}": data})
         return data.numpy().tobytes()
+
+    def of_each(self, content: bytes, about: str) -> list[bytes]:
+        """Return the bytes of every rank, in rank order."""
+        ends = list(accumulate(row[0] + 1 for row in self.numbers([len(content)], f"{about}.length")))
+        own = torch.frombuffer(bytearray(b"." + content), dtype=torch.uint8)  # a rank may have nothing to send
+        whole = self.all_gather(own, f"gpumem_nb.{about}").numpy().tobytes()
+        return [whole[begin + 1 : end] for begin, end in pairwise((0, *ends))]
 
 
 class _Arrived:
