@@ -121,7 +121,7 @@ def test(tier: str) -> int:
     set_up()
     environment = dict(os.environ, CHROMIUM=find_chromium())
     prepare_two_hosts()
-    prepare_parquet()
+    prepare_optional(full="not full" not in tier)
     lint_too = [str(venv_python()), str(ROOT / ".ci" / "targets.py"), "lint"]
     unit = pytest(tier, *TWO_PROCESSES, "tests/unit", "tests/test_wheel.py")
     codes = [
@@ -196,10 +196,13 @@ def prepare_two_hosts() -> None:
         install("Installing an ssh server for the tests of two hosts", "openssh-server", "openssh-client", "iproute2")
 
 
-def prepare_parquet() -> None:
-    """What writes Parquet files, for their tests alone: it takes 170 MB of disk, and 35 MB of each kernel."""
-    if run([str(venv_python()), "-c", "import pyarrow"], **QUIET):
-        pip("Installing pyarrow for the tests of Parquet files", "-c", "constraints.txt", "pyarrow")
+def prepare_optional(full: bool) -> None:
+    """What the tests alone need: pyarrow takes 170 MB of disk, and 35 MB of each kernel; TRL is of the second tier."""
+    wanted = ["pyarrow", "lightning", *(["trl"] if full else [])]
+    there = "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))"
+    if run([str(venv_python()), "-c", there, *wanted], **QUIET):
+        title = "Installing what tests of Parquet files and of other libraries' trainers need"
+        pip(title, "-c", "constraints.txt", *wanted)
 
 
 def may_install() -> bool:

@@ -27,18 +27,14 @@ from ..shared.errors import StateFileError, WorkloadError
 from ..shared.units import format_bytes
 from ..shared.workload import Workload
 from .link.communicator import here
+from .step.evaluation import WholeMetric
 from .step.optimizers import beside_state, with_inner
 from .step.own_loss import OwnLoss
 from .step.parts import as_given
+from .trainers.adopting import adopt
+from .trainers.lightning_module import ModuleMetric
+from .trainers.prepared import unprepared
 from .undo.step_undo import ForwardState, ForwardUndo
-
-# What accelerate's prepare() makes of an optimizer, a scheduler and a loader, and where it keeps what it was given.
-_PREPARED = {
-    "AcceleratedOptimizer": "optimizer",
-    "AcceleratedScheduler": "scheduler",
-    "DataLoaderShard": "base_dataloader",
-    "DataLoaderDispatcher": "base_dataloader",
-}
 
 
 def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> Workload:
@@ -46,18 +42,21 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
 
     Args:
         names: variable names under the keys ``model``, ``data`` and optionally ``loss``, ``optimizer``,
-            ``scheduler``, ``eval_data`` and ``metric``.
+            ``scheduler``, ``eval_data`` and ``metric``; or under ``trainer``, which brings these.
         namespace: the rank's variables.
 
     Raises:
         WorkloadError: there is no such variable, or what it holds cannot be trained.
     """
     found = {role: unprepared(value) for role, value in named(names, namespace).items()}
+    adopted = None
+    if "trainer" in found:
+        found, adopted = adopt(found, here().size, opened().torch_device)
     if "scheduler" in found and "optimizer" not in found:
         raise WorkloadError("scheduler= also needs optimizer=: name the optimizer that it was built for.")
     metric = None if "metric" not in found else as_metric(found["metric"], str(names["metric"]))
     return Workload(
-        name=str(names["model"]),
+        name=type(found["model"]).__name__ if adopted else str(names["model"]),
         model=lambda: found["model"],
         data=lambda: found["data"],
         loss=as_loss(found.get("loss")),
@@ -65,14 +64,13 @@ def attached(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> W
         scheduler=(lambda optimizer: found["scheduler"]) if "scheduler" in found else None,
         eval_data=None if "eval_data" not in found else lambda: found["eval_data"],
         metric=metric,
+        adopted=adopted,
     )
 
 
-def unprepared(value: Any) -> Any:
-    """Return the object that accelerate's ``prepare()`` was given; any other value itself."""
-    kind = type(value)
-    inside = _PREPARED.get(kind.__name__) if kind.__module__.startswith("accelerate.") else None
-    return getattr(value, inside) if inside else value
+def found_by_cells(names: Mapping[str, str | None]) -> set[str]:
+    """Return the names without which cells could not find what is trained: they hold no optimizer of the toolkit's."""
+    return set() if names["optimizer"] or names["trainer"] else {"optimizer"}
 
 
 def named(names: Mapping[str, str | None], namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,6 +115,8 @@ def as_metric(metric: Any, name: str) -> Callable[[Any, Any], Any]:
     Raises:
         WorkloadError: not callable.
     """
+    if isinstance(metric, WholeMetric | ModuleMetric):
+        return metric  # type: ignore[return-value]  # a whole metric is asked for its parts instead
     of_batch = _of_batch(metric, "metric")
 
     def named(model: Any, batch: Any) -> Any:

@@ -32,7 +32,7 @@ from .link.communicator import here
 from .random_state import begin_at, seeded, set_aside
 from .seen_shapes import SeenShapes
 from .step.parts import evaluating
-from .step.step import Looks
+from .step.samples import Looks
 from .step.trials import NO_CONFIGURATION
 
 if TYPE_CHECKING:

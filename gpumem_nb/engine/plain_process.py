@@ -17,6 +17,7 @@ from collections.abc import MutableMapping
 from typing import Any, NoReturn, TextIO
 
 from ..internals.ipykernel_internals import shell_here
+from ..internals.lightning_internals import see_no_mpi
 
 _OF_LAUNCHERS = ("OMPI_", "OPAL_", "PMIX_", "PRTE_")
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by a rank, in its own ways
@@ -44,6 +45,7 @@ def make_plain(variables: MutableMapping[str, Any]) -> None:
     for name in [name for name in (*os.environ, *_names_in_c()) if name.startswith(_OF_LAUNCHERS)]:
         os.environ.pop(name, None)
         os.unsetenv(name)
+    see_no_mpi()
     for stream in (sys.stdout, sys.stderr):
         _engines_streams.append(stream)
         _look_after(stream)

@@ -40,7 +40,7 @@ from ..shared.state_file import Header
 from ..shared.step_times import StepLanes
 from ..shared.workload import Workload, WorkloadInfo
 from . import building, device_look, exporting, looks, surroundings
-from .attach import attached, load_objects, named, save_objects, to_keep
+from .attach import attached, found_by_cells, load_objects, named, save_objects, to_keep
 from .cells import OfferedNames, attached_names, taken
 from .device_look import look as look
 from .dry.hollow import of_trainer
@@ -136,7 +136,7 @@ def load(packed: bytes, seed: int) -> WorkloadInfo | None:
 
 def attach(names: dict[str, str | None], seed: int) -> WorkloadInfo | None:
     """Train objects that already live here, by variable name."""
-    return _train(lambda: attached(names, namespace()), seed, set() if names["optimizer"] else {"optimizer"}, names)
+    return _train(lambda: attached(names, namespace()), seed, found_by_cells(names), names)
 
 
 def seed(number: int) -> int | None:

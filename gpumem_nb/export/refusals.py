@@ -8,6 +8,7 @@ from ..shared.errors import WorkloadError
 from ..shared.knobs import KNOBS
 from ..shared.questions import Cell, Facts
 from ..shared.settings import OWN, Settings
+from ..shared.workload import Adopted
 from .imports import brought_by_all
 from .plain import defining_magic
 from .statements import NOTEBOOK
@@ -30,6 +31,19 @@ def check(settings: Settings, facts: Facts, own: bool, ddp: bool) -> None:
     """
     for reason in (*_knobs(settings, ddp), *(_own(settings, facts, ddp) if own else ())):
         raise WorkloadError(reason)
+
+
+def of_trainer(adopted: Adopted, settings: Settings) -> str:
+    """Return why what a trainer holds is not exported, and how its own program gets what was found here."""
+    found = [
+        f"{argument} ({name}={KNOBS[name].text(getattr(settings, name))})"
+        for name, argument in adopted.arguments
+        if getattr(settings, name) != KNOBS[name].default or name in ("batch_size", "accumulation_steps")
+    ]
+    return (
+        f"{adopted.kind} brings a training loop of its own, so the program that makes it is the script: it trains on "
+        f"several GPUs when torchrun starts it. Set there what was found here: {', '.join(found)}."
+    )
 
 
 def left_out(settings: Settings, ddp: bool) -> list[str]:

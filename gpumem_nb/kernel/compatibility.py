@@ -76,7 +76,9 @@ def check_held_out(workload: WorkloadInfo) -> None:
 
 
 def adapted(settings: Settings, workload: WorkloadInfo) -> Settings:
-    """Return the same without what this workload does not have, and with the optimizer that it brings."""
+    """Return the same without what this workload does not have, and with the values and optimizer that it brings."""
+    if workload.adopted:
+        settings = settings.replace(**dict(workload.adopted.knobs))
     for knob in KNOBS.values():
         if knob.adapts:
             settings = settings.replace(**knob.adapts(settings, workload))

@@ -80,7 +80,7 @@ class Loading(AsksRanks):
 
     def attach(self, names: dict[str, str | None], seed: int | str | None) -> WorkloadInfo:
         """Train objects that live on the ranks."""
-        check_names(names, needed=("model", "data"))
+        check_names(names, needed=() if names["trainer"] else ("model", "data"))
         origin = self._origin
 
         def attached(info: WorkloadInfo) -> None:

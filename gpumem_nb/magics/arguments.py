@@ -106,7 +106,7 @@ def shell_of(magics: Magics) -> InteractiveShell:
     return magics.shell
 
 
-ROLES = ("model", "loss", "data", "optimizer", "scheduler", "eval_data", "metric", "seed")
+ROLES = ("model", "loss", "data", "optimizer", "scheduler", "eval_data", "metric", "trainer", "seed")
 """What ``%hvd_attach`` takes, each with ``=`` and a variable, the seed with a number."""
 
 

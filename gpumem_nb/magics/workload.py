@@ -9,6 +9,7 @@ from IPython.core.magic import Magics, magics_class
 from IPython.core.magic_arguments import argument
 from IPython.display import display
 
+from ..report.adopted import AdoptedReport
 from ..session import Session, current, resume, snapshots
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
@@ -45,26 +46,33 @@ class WorkloadMagics(Magics):
         nargs="+",
         type=pair,
         metavar="role=variable",
-        help="model= and data=, optionally loss=, optimizer=, scheduler=, eval_data= and metric=; and seed=NUMBER",
+        help="model= and data=, optionally loss=, optimizer=, scheduler=, eval_data= and metric=; or trainer=, which "
+        "brings these; and seed=NUMBER",
     )
-    def hvd_attach(self, args: Namespace) -> None:
+    def hvd_attach(self, args: Namespace) -> Any:
         """Train objects that live on the ranks, such as: %hvd_attach model=net loss=criterion data=train_set.
 
         Your variables stay what they are; model and optimizer then name what is trained, unless you hold them.
+
+        %hvd_attach trainer=NAME trains what a transformers or TRL Trainer, an Accelerator (or what its prepare
+        returned) or a Lightning module holds, and lists which knobs begin with which of its arguments.
         """
         roles = pairs(args)
         if unknown := roles.keys() - set(ROLES):
             raise InvalidInput(
                 f"{min(unknown)!r} cannot be attached. Allowed: {', '.join(f'{role}=' for role in ROLES)}."
             )
-        if missing := {"model", "data"} - roles.keys():
+        missing = {"model", "data"} - roles.keys()
+        if missing and "trainer" not in roles:
             raise InvalidInput(
-                f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set"
+                f"{max(missing)}= is missing. Write, for example: model=net loss=criterion data=train_set, or "
+                "trainer=trainer"
             )
-        session = current()
-        with progress_bar(f"Attaching {roles['model']}", measured=False) as progress, session.telling(progress):
-            session.attach(**roles)
+        session, what = current(), roles.get("trainer") or roles["model"]
+        with progress_bar(f"Attaching {what}", measured=False) as progress, session.telling(progress):
+            info = session.attach(**roles)
         say(_loaded(session))
+        return AdoptedReport(info.adopted) if info.adopted else None
 
     @magic()
     @argument("seed", help="a whole number from 0 to 4294967295")

@@ -56,14 +56,15 @@ class HoldsWorkload:
 
     def attach(
         self,
-        model: str,
-        data: str,
+        model: str | None = None,
+        data: str | None = None,
         loss: str | None = None,
         optimizer: str | None = None,
         scheduler: str | None = None,
         eval_data: str | None = None,
         metric: str | None = None,
         *,
+        trainer: str | None = None,
         seed: int | str | None = None,
     ) -> WorkloadInfo:
         """Train objects that live on the ranks, named by their variables, which stay what they are.
@@ -83,6 +84,11 @@ class HoldsWorkload:
             metric: a function ``metric(model, batch)``, or one called as ``metric(model(inputs), targets)``, that
                 returns a number or a dict of numbers for a micro-batch. They are averaged over samples, so an accuracy
                 is right, and an F1 score, which is not a mean over samples, is not.
+            trainer: in place of ``model`` and ``data``: a ``Trainer`` of transformers or an ``SFTTrainer`` of TRL, an
+                ``Accelerator`` or what its ``prepare`` returned, a Lightning module, or a Lightning ``Trainer`` beside
+                its module (``model=``). What it holds is trained as it would train it, on all ranks, and its arguments
+                become the first values of knobs; ``adopted`` of what is returned has the list, also of what is not
+                kept. Data, loss and metric that are named beside it take the place of its own.
             seed: of the order of the data, and of the random numbers that training draws; that of :meth:`seed` by
                 default.
 
@@ -92,7 +98,7 @@ class HoldsWorkload:
             RankError: its code failed on a rank.
         """
         names = {"model": model, "data": data, "loss": loss, "optimizer": optimizer, "scheduler": scheduler}
-        return self._life.loading.attach(names | {"eval_data": eval_data, "metric": metric}, seed)
+        return self._life.loading.attach(names | {"eval_data": eval_data, "metric": metric, "trainer": trainer}, seed)
 
     def seed(self, seed: int | str) -> str:
         """Seed the random numbers of torch, NumPy and Python that cells draw, alike on all ranks, now.

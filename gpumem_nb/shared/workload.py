@@ -10,6 +10,34 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Something that was taken of a trainer: a knob or another part, its value in words, and what says so."""
+
+    what: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The answer to ``attach(trainer=...)``: what is trained as the trainer would train it, and what is not.
+
+    Attributes:
+        kind: of the trainer, in words, such as ``transformers' Trainer``.
+        knobs: first values by the names of knobs; those of the optimizer and the data are taken from these themselves.
+        taken: in the order in which it is shown.
+        left_out: a sentence for each thing that is not kept.
+        arguments: what sets a knob in the trainer's own program, by the knob's name.
+    """
+
+    kind: str
+    knobs: tuple[tuple[str, Any], ...] = ()
+    taken: tuple[Taken, ...] = ()
+    left_out: tuple[str, ...] = ()
+    arguments: tuple[tuple[str, str], ...] = ()
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model, its data, loss and optimizer, as factories that every rank calls for itself.
@@ -31,6 +59,7 @@ class Workload:
         metric: ``metric(model, batch)`` runs the forward pass on one collated micro-batch of ``eval_data`` and returns
             a number, or a dict of numbers by name. They are averaged over micro-batches and ranks, weighted by samples,
             so they must be means over samples: an accuracy is one, an F1 score or an area under a curve is not.
+        adopted: what it was taken of, where a trainer was attached.
 
     It travels to the ranks by cloudpickle, so classes and functions defined in a notebook work.
     """
@@ -44,6 +73,7 @@ class Workload:
     scheduler: Callable[[Any], torch.optim.lr_scheduler.LRScheduler] | None = None
     eval_data: Callable[[], Any] | None = None
     metric: Callable[[Any, Any], Any] | None = None
+    adopted: Adopted | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +115,8 @@ class WorkloadInfo:
     loaded; ``eval_len`` is ``None`` where nothing was given to validate on. ``why_flat`` is why Horovod cannot reduce
     in stages here, inside of hosts and between them; empty where it can. ``options``: of a ready-made workload.
     ``batch_norm``: whether the model takes statistics from micro-batches.
-    ``trained_before``: steps that its weights were trained for before it was attached.
+    ``trained_before``: steps that its weights were trained for before it was attached. ``adopted``: what was taken of a
+    trainer that was attached.
     """
 
     name: str
@@ -103,6 +134,7 @@ class WorkloadInfo:
     options: tuple[tuple[str, float], ...] = ()
     batch_norm: bool = False
     trained_before: int = 0
+    adopted: Adopted | None = None
 
     def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
         """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpumem_nb.engine.attach import unprepared
 from gpumem_nb.engine.step.checks import checked_model, checked_optimizer
 from gpumem_nb.engine.step.parts import Parts
+from gpumem_nb.engine.trainers.prepared import unprepared
 from gpumem_nb.shared.errors import WorkloadError
 
 

@@ -33,6 +33,7 @@ from jupyter_client.session import Session
 from plotly import graph_objects
 
 import gpumem_nb
+from gpumem_nb.internals import accelerate_internals as accelerate_internals
 from gpumem_nb.internals import (
     cloudpickle_internals,
     horovod_internals,
@@ -41,6 +42,9 @@ from gpumem_nb.internals import (
     plotly_internals,
     torch_internals,
 )
+from gpumem_nb.internals import lightning_internals as lightning_internals
+from gpumem_nb.internals import transformers_internals as transformers_internals
+from tests.unit import trainers_private_parts as trainers_private_parts
 from tests.unit.private_parts import CHECKS, Check, checks, must
 from tests.unit.torchs_private_parts import step_hooks
 
@@ -315,7 +319,7 @@ def test_what_moved_is_named_with_the_versions(monkeypatch: pytest.MonkeyPatch) 
     assert f"checked with {checked_with}" in str(caught.value)
 
 
-@pytest.mark.parametrize("package", ["ipykernel", "ipyparallel", "plotly"])
+@pytest.mark.parametrize("package", ["accelerate", "ipykernel", "ipyparallel", "lightning", "plotly", "transformers"])
 def test_the_version_that_the_checks_install_was_checked(package: str) -> None:
     constraints = (PACKAGE.parent / "constraints.txt").read_text().splitlines()
     (wanted,) = [line.partition("==")[2] for line in constraints if line.startswith(f"{package}==")]

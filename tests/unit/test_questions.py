@@ -163,7 +163,7 @@ def test_no_question_copies_weights_or_state(gpu: VirtualGPU, ask: str, monkeypa
         assert timeline is not None
         assert timeline.spans[-1].phase == "update"
     elif ask == "look":
-        from gpumem_nb.engine.step.step import Looks
+        from gpumem_nb.engine.step.samples import Looks
 
         assert trained.look_into_step(Looks()) is None
     else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +28,22 @@ from .ambient import Ambient, autocast
 from .failures import failure_of
 from .live_model import LiveModel
 from .optimizers import may_write
-from .own_loss import micro_batches
+from .own_loss import each_alone
 from .parts import as_given, evaluating
 
 PHASE = "evaluation"
+
+
+class WholeMetric(ABC):
+    """A metric that is no mean over samples: it sees what the model gives for all of them together."""
+
+    @abstractmethod
+    def part(self, model: Any, batch: Any) -> Any:
+        """Return what one micro-batch gives, which can be pickled and lies on the host."""
+
+    @abstractmethod
+    def whole(self, ranks: list[list[Any]]) -> Mapping[str, Any]:
+        """Return numbers by name from the parts of every rank: rank r saw the samples r, r + ranks, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,7 @@ class Evaluator:
         self._written = WrittenByForward()
         self._device = device
         self._rank, self._size = rank, size
+        self._samples, self._sums, self._parts = 0, dict[str, float](), b""
         self.changed = ""
 
     def run(self, failure: Failure | None) -> tuple[Found | None, Failure | None]:
@@ -79,18 +94,23 @@ class Evaluator:
         rank that brings a ``failure`` only votes.
         """
         began_s = time.perf_counter()
-        sums: dict[str, float] = {}
-        samples, ambient = 0, Ambient()
         self._device.reset_peak()
+        failed, failure = self._done(self._see_share, failure)
+        if not failed and isinstance(self._workload.metric, WholeMetric):
+            failed, failure = self._done(self._see_all, None)
+        self._parts = b""
+        if failed:
+            return None, failure
+        seconds, peak_bytes = time.perf_counter() - began_s, self._device.reading().live_peak_bytes
+        return Found(self._samples, self._sums, seconds, peak_bytes), None
+
+    def _done(self, work: Callable[[], None], failure: Failure | None) -> tuple[bool, Failure | None]:
+        """Work unless there is a ``failure``; returns whether any rank failed by then, and why if it was this one."""
+        ambient = Ambient()
         try:
             here().check()
             if failure is None:
-                if self._live.loss is not self._loss:  # a knob has put another one in its place
-                    self._look_after(self._live.loss)
-                around = left_as_it_was(self._modules(), self._forward, self._live, self._written)
-                with around as changed, interruptible():
-                    sums, samples = self._sum_up()
-                self.changed = changed[0]
+                work()
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self._failure(error)
             self._live.abandon_forward()
@@ -98,13 +118,28 @@ class Evaluator:
                 ambient.restore()
             gc.collect()
         try:
-            failed = here().any_rank(failure is not None, PHASE)
+            return here().any_rank(failure is not None, PHASE), failure
         except Separated as error:
-            failure, failed = failure or self._failure(error), True
-        if failed:
-            return None, failure
-        seconds, peak_bytes = time.perf_counter() - began_s, self._device.reading().live_peak_bytes
-        return Found(samples, sums, seconds, peak_bytes), None
+            return True, failure or self._failure(error)
+
+    def _see_share(self) -> None:
+        if self._live.loss is not self._loss:  # a knob has put another one in its place
+            self._look_after(self._live.loss)
+        around = left_as_it_was(self._modules(), self._forward, self._live, self._written)
+        with around as changed, interruptible():
+            self._sums, self._samples, parts = self._sum_up()
+            self._parts = pickle.dumps(parts)
+        self.changed = changed[0]
+
+    def _see_all(self) -> None:
+        """Compute on every rank what takes the parts of all of them."""
+        assert isinstance(self._workload.metric, WholeMetric)
+        with self._device.exempt():
+            ranks = [pickle.loads(parts) for parts in here().of_each(self._parts, f"{PHASE} of all samples")]
+        with interruptible():
+            numbers = _named_numbers(self._workload.metric.whole(ranks), self._workload.metric)
+        if self._samples:  # each counts for this rank's samples, so the mean of all ranks is the number itself
+            self._sums |= {name: float(number) * self._samples for name, number in numbers.items()}
 
     def _look_after(self, loss: Callable[[Any, Any], Any]) -> None:
         self._loss, self._forward = loss, ForwardState((*self._live.parts.named.values(), *self._metric), loss)
@@ -115,18 +150,20 @@ class Evaluator:
         for metric in self._metric:
             yield from metric.modules()
 
-    def _sum_up(self) -> tuple[dict[str, float], int]:
-        """Return the sums of all numbers over this rank's samples, and how many these are."""
+    def _sum_up(self) -> tuple[dict[str, float], int, list[Any]]:
+        """Return the sums of all numbers over this rank's samples, how many these are, and the parts of a metric."""
         settings, device = self._live.settings, self._device.torch_device
         sums: dict[str, Any] = {}
-        samples = 0
+        samples, parts, metric = 0, list[Any](), self._workload.metric
         data = self.held_out
         share = batches_once(data.dataset, data.collate, self._rank, self._size, settings.batch_size)
         with torch.no_grad():
-            # Each is a step by itself: a loss that divides by the tokens of a step still has those of the last one.
-            for batch, count in micro_batches(self._live.loss, self._live.model, share, 1):
+            each_alone(self._live.loss)  # one that divides by the tokens of a step still has those of the last one
+            for batch, count in share:
                 with autocast(settings.precision, device.type):
-                    found = self._numbers(to_device(batch, device))
+                    batch = to_device(batch, device)
+                    found = self._numbers(batch)
+                    parts += [metric.part(self._live.model, batch)] if isinstance(metric, WholeMetric) else []
                 if samples and found.keys() != sums.keys():
                     raise WorkloadError(
                         f"The metric gave {_named(found)} for one micro-batch and {_named(sums)} for another. It must "
@@ -135,20 +172,15 @@ class Evaluator:
                 # On the device, in fp64: asking for a number would wait for it.
                 sums = {name: sums.get(name, 0.0) + number * count for name, number in found.items()}
                 samples += count
-        return {name: float(number) for name, number in sums.items()}, samples
+        return {name: float(number) for name, number in sums.items()}, samples, parts
 
     def _numbers(self, batch: Any) -> dict[str, Any]:
         """Loss and metric of one micro-batch by name."""
         model, metric = self._live.model, self._workload.metric
         loss = {"loss": _number(self._live.loss(model, batch), "loss")}
-        if metric is None:
+        if metric is None or isinstance(metric, WholeMetric):
             return loss
-        given = metric(model, batch)
-        if not isinstance(given, Mapping):
-            given = {getattr(metric, "__name__", "metric").replace("<lambda>", "metric"): given}
-        if "loss" in given:
-            raise WorkloadError("The metric may not call a number 'loss', which is the loss itself. Rename it.")
-        return loss | {str(name): _number(value, f"metric {name!r}") for name, value in given.items()}
+        return loss | _named_numbers(metric(model, batch), metric)
 
     def _failure(self, error: BaseException) -> Failure:
         return failure_of(error, self._rank, PHASE, self._live.model, (), self._device)
@@ -170,6 +202,14 @@ def left_as_it_was(
         changed.append("a weight" if written.after(kept) else before.changed())
     finally:
         before.undo()
+
+
+def _named_numbers(given: Any, metric: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        given = {getattr(metric, "__name__", "metric").replace("<lambda>", "metric"): given}
+    if "loss" in given:
+        raise WorkloadError("The metric may not call a number 'loss', which is the loss itself. Rename it.")
+    return {str(name): _number(value, f"metric {name!r}") for name, value in given.items()}
 
 
 def _number(value: Any, what: str) -> Any:

@@ -109,4 +109,5 @@ def workload_info(
         why_flat=why_flat(),
         batch_norm=has_batch_norm(live),
         trained_before=live.trained_before,
+        adopted=workload.adopted,
     )

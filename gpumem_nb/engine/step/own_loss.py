@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,7 +20,38 @@ _SHIFTED = {
 }
 
 
-class OwnLoss:
+class StepLoss(ABC):
+    """``loss(model, batch)`` that looks at all micro-batches of a step before the first is trained.
+
+    Attributes:
+        together: whether it divides by what the steps of all ranks hold; :class:`~.step_items.StepItems` counts that.
+    """
+
+    together = False
+
+    @abstractmethod
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Return the loss of one micro-batch."""
+
+    @abstractmethod
+    def begin(self, model: Any, batches: Iterable[Any], count: int) -> Iterable[Any]:
+        """The ``count`` micro-batches of a step that begins; if their items have to be counted they are fetched now."""
+
+    @abstractmethod
+    def alone(self) -> None:
+        """Each micro-batch is a step by itself from now on, as in an evaluation, until a step begins."""
+
+    @property
+    def items(self) -> int | None:
+        """Return what the step that began holds on this rank; ``None`` where nothing is counted."""
+        return None
+
+    def hold(self, items: int, ranks: int) -> None:
+        """Divide by ``items``, which the steps of so many ranks hold together."""
+        raise NotImplementedError
+
+
+class OwnLoss(StepLoss):
     """``loss(model, batch)`` of a model that is given its labels.
 
     Such losses are means over tokens, and micro-batches hold different numbers of them. A model that takes
@@ -55,6 +87,10 @@ class OwnLoss:
             )
         return loss
 
+    def alone(self) -> None:
+        """Let the model take the mean over the tokens of each micro-batch."""
+        self._items = None
+
     def begin(self, model: Any, batches: Iterable[Any], count: int) -> Iterable[Any]:
         """The micro-batches of a step that begins; if their tokens have to be counted they are all fetched now."""
         self._items = None
@@ -83,7 +119,13 @@ def labels_counted(model: Any) -> str:
 
 def micro_batches(loss: Any, model: Any, batches: Iterable[Any], count: int) -> Iterable[Any]:
     """Return the micro-batches of one step, which a loss that averages over the whole step looks at first."""
-    return loss.begin(model, batches, count) if isinstance(loss, OwnLoss) else batches
+    return loss.begin(model, batches, count) if isinstance(loss, StepLoss) else batches
+
+
+def each_alone(loss: Any) -> None:
+    """Let each micro-batch be a step by itself from now on."""
+    if isinstance(loss, StepLoss):
+        loss.alone()
 
 
 def _takes_items(model: Any) -> bool:

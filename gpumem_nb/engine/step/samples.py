@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,17 @@ from torch import Tensor
 from ...shared.messages import Failure, Ledger, Reading, Sample
 from .gradients import NoiseScale
 from .step_clock import StepTimings
+
+
+def _not_looked_at(*_: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Who looks into steps: at each micro-batch, and at averaged gradients where the update will be undone."""
+
+    batch: Callable[[Any], None] = _not_looked_at
+    gradients: Callable[[], None] = _not_looked_at
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ from .failures import failure_of
 from .gradients import NewGradients
 from .known_updates import KnownUpdates
 from .live_model import LiveModel
-from .own_loss import micro_batches
-from .samples import Outcome
+from .samples import Looks, Outcome
 from .step_clock import UNDOING, StepClock
+from .step_items import StepItems
 from .voting import StepOrder, Voting
 
 MOST_ATTEMPTS = 4  # at one step, before the user's code is taken to change what it trains each time
@@ -45,17 +45,6 @@ _RESTLESS = (
     "gradient, changes every time it is tried. Let the model, the loss and their hooks leave requires_grad and the "
     "optimizer's groups as they are during a step."
 )
-
-
-def _not_looked_at(*_: object) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Looks:
-    """Who looks into steps: at each micro-batch, and at averaged gradients where the update will be undone."""
-
-    batch: Callable[[Any], None] = _not_looked_at
-    gradients: Callable[[], None] = _not_looked_at
 
 
 class Stepper:
@@ -85,6 +74,7 @@ class Stepper:
         self._leaks = leaks
         self._updates = KnownUpdates()
         self.voting = Voting(live, stream.rank, stream.size, device)
+        self._items = StepItems(live, stream, device)
         self._loss, self._forward_state = live.loss, ForwardState(live.parts.named.values(), live.loss)
         self._written = WrittenByForward()
         self._hooks: tuple[Any, ...] = ()
@@ -164,6 +154,7 @@ class Stepper:
         self._new = NewGradients.from_none(self._live.parameters)
         if failure is None and not order.trial:
             failure, self._after_update = self._after_update, None
+        failure = self._items_counted(failure)
         if failure is None:
             before, loss, failure = self._forward(order)
         self.phase = REDUCTION
@@ -197,6 +188,18 @@ class Stepper:
     def close(self) -> None:
         """Take the hooks off the parameters again."""
         self.voting.reduction.remove()
+
+    def _items_counted(self, failure: Failure | None) -> Failure | None:
+        """Let a loss that divides by what the steps of all ranks hold know that; this rank may fail in it."""
+        if not self._items.counted:
+            return failure
+        self._begin(DATA)
+        try:
+            self._items.count(failure is not None)
+        except BaseException as error:
+            failure = failure or self.failure(error)
+        self.enter(TOOLKIT)
+        return failure
 
     def _forward(self, order: StepOrder) -> tuple[ForwardUndo | None, Tensor | None, Failure | None]:
         """Forward and backward: what undoes them, the loss, or what went wrong."""
@@ -245,9 +248,7 @@ class Stepper:
         total = torch.zeros((), dtype=torch.float32, device=device)
         self._begin(DATA)
         with self._live.checkpointed(), updates_refused(), interruptible():
-            count = settings.accumulation_steps
-            batches = self._stream.micro_batches(settings.batch_size, count)
-            for index, batch in enumerate(micro_batches(self._live.loss, self._live.model, batches, count)):
+            for index, batch in enumerate(self._items.batches()):
                 self.enter(COPY)
                 batch = to_device(batch, device, copy=self._stream.foreign)
                 if Recorder.current:

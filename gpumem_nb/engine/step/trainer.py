@@ -34,8 +34,8 @@ from .live_model import LiveModel, RatesMemory
 from .notes import workload_info
 from .optimizer_state import from_first
 from .rates import Course
-from .samples import Outcome, begun, completed
-from .step import Looks, Stepper
+from .samples import Looks, Outcome, begun, completed
+from .step import Stepper
 from .step_clock import StepTimings
 from .trials import NO_CONFIGURATION, Trial, Trials, UpdateTimes, room_of_state_that_leaves
 from .voting import StepOrder

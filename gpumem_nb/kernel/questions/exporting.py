@@ -51,6 +51,9 @@ class Exporting(AsksRanks):
         target = as_path(path)
         self._foreground.check_loaded()
         check_over(target, _ours, _SCRIPT)
+        if (loaded := self._training.workload) and loaded.adopted:
+            why = refusals.of_trainer(loaded.adopted, self._training.settings)
+            raise WorkloadError(f"No script was written. {why}")
         with self._foreground.interruptible():
             self._training.requests.settle()
         facts, settings = agreed(lambda: self._foreground.call("facts")[0], lambda: self._training.settings)

@@ -1,0 +1,110 @@
+"""What accelerate's ``prepare`` made of people's objects: taken as what it was given, in its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ...internals.accelerate_internals import prepared_by
+from ...shared.errors import WorkloadError
+from .taking import Taking, length_of
+
+# What accelerate's prepare() makes of an optimizer, a scheduler and a loader, and where it keeps what it was given.
+_PREPARED = {
+    "AcceleratedOptimizer": "optimizer",
+    "AcceleratedScheduler": "scheduler",
+    "DataLoaderShard": "base_dataloader",
+    "DataLoaderDispatcher": "base_dataloader",
+}
+_ARGUMENTS = {"accumulation_steps": "gradient_accumulation_steps", "precision": "mixed_precision"}
+PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+
+
+def unprepared(value: Any) -> Any:
+    """Return the object that accelerate's ``prepare()`` was given; any other value itself."""
+    kind = type(value)
+    inside = _PREPARED.get(kind.__name__) if kind.__module__.startswith("accelerate.") else None
+    return getattr(value, inside) if inside else value
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model with the forward that it had before accelerate put a precision around it."""
+    if "_original_forward" not in vars(model):
+        return model
+    from accelerate.utils import extract_model_from_parallel
+
+    plain: nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    return plain
+
+
+def of_accelerator(accelerator: Any) -> Taking:
+    """Take what an ``Accelerator`` has prepared.
+
+    Raises:
+        WorkloadError: it has prepared nothing, more than one model or optimizer, or trains on several devices.
+    """
+    return _of(prepared_by(accelerator), "what the Accelerator prepared")
+
+
+def of_prepared(things: Iterable[Any]) -> Taking:
+    """Take what ``prepare`` returned; raises ``WorkloadError`` as :func:`of_accelerator`."""
+    return _of(list(things), "what prepare returned")
+
+
+def _of(things: list[Any], source: str) -> Taking:
+    from accelerate.state import AcceleratorState, GradientState
+
+    taking, state = Taking("accelerate's Accelerator", _ARGUMENTS), AcceleratorState()
+    _check(state)
+    models = [thing for thing in things if isinstance(thing, nn.Module)]
+    optimizers = [thing for thing in things if hasattr(thing, "param_groups")]
+    loaders = [thing for thing in things if isinstance(thing, DataLoader)]
+    schedulers = [unprepared(thing) for thing in things if type(thing).__name__ == "AcceleratedScheduler"]
+    for what, found in (("model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
+        if len(found) > 1:
+            raise WorkloadError(
+                f"accelerate prepared {len(found)} {what}s, and one is trained here. Name those to train: "
+                "%hvd_attach model=net data=loader optimizer=opt."
+            )
+    if not models:
+        raise WorkloadError(
+            "accelerate has prepared no model yet. Run the cell with accelerator.prepare(model, optimizer, loader) "
+            "first, then name what it returned, or the Accelerator."
+        )
+    taking.model(unwrapped(models[0]), source)
+    for optimizer in map(unprepared, optimizers):
+        taking.optimizer(optimizer, source, "the optimizer")
+    for scheduler in schedulers:
+        taking.part("scheduler", scheduler, type(scheduler).__name__, source)
+        taking.row("lr_schedule", "own", f"{type(scheduler).__name__}, once a step")
+    for role, loader in zip(("data", "eval_data"), loaders, strict=False):
+        taking.part(role, unprepared(loader), length_of(loader.dataset), f"{source}: its {_ORDINAL[role]} DataLoader")
+    if more := loaders[len(_ORDINAL) :]:
+        what = f"DataLoader{'s' * (len(more) > 1)}, which {'are' if len(more) > 1 else 'is'}"
+        taking.leave(f"{len(more)} more {what} neither trained nor validated on")
+    taking.knob("precision", PRECISIONS[state.mixed_precision], f"mixed_precision={state.mixed_precision!r}")
+    taking.knob("accumulation_steps", GradientState().num_steps, "gradient_accumulation_steps")
+    taking.knob("clip_norm", None, "accelerate leaves clipping to your loop; %hvd_set clip_norm=1.0 clips here")
+    taking.knob("checkpointing", "none", "accelerate leaves it to the model; %hvd_set checkpointing=blocks has it here")
+    return taking
+
+
+_ORDINAL = {"data": "first", "eval_data": "second"}
+
+
+def _check(state: Any) -> None:
+    """Refuse what a session cannot keep."""
+    kind = str(getattr(state.distributed_type, "value", state.distributed_type))
+    if kind != "NO":
+        raise WorkloadError(
+            f"The Accelerator trains with {kind}, which spreads a model or its updates over processes of its own. A "
+            "session has a whole model on every rank. Make a plain one: Accelerator(mixed_precision=...)."
+        )
+    if state.mixed_precision not in PRECISIONS:
+        raise WorkloadError(
+            f"The Accelerator trains with mixed_precision={state.mixed_precision!r}. Allowed here: "
+            f"{', '.join(map(repr, PRECISIONS))}."
+        )

@@ -1,0 +1,93 @@
+"""What accelerate prepared trains as in a loop of one's own, whether the Accelerator is named or what it returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from gpumem_nb.shared.errors import WorkloadError
+from tests.trainers import alone, differing, made
+
+CELL = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+numbers = torch.Generator().manual_seed(1)
+points = torch.randn(48, 6, generator=numbers)
+pairs = TensorDataset(points, points[:, :3].argmax(1))
+criterion = nn.CrossEntropyLoss()
+
+def prepared(steps=2, **given):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt = torch.optim.AdamW(net.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, step_scheduler_with_optimizer=True, **given)
+    loaders = [DataLoader(pairs, batch_size=4), DataLoader(pairs, batch_size=8)]
+    return accelerator, accelerator.prepare(net, opt, *loaders, schedule)
+
+def loop(accelerator, things):
+    net, opt, loader, _, schedule = things
+    for inputs, targets in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(criterion(net(inputs), targets))
+            opt.step()
+            schedule.step()
+            opt.zero_grad()
+    return accelerator.unwrap_model(net)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_from_before() -> Iterator[None]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def cell() -> dict[str, Any]:
+    return made(CELL)
+
+
+@pytest.mark.parametrize("named", ["the Accelerator", "what it returned"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_it_trains_as_the_loop_does_bit_for_bit(named: str, steps: int, cell: dict[str, Any]) -> None:
+    plain = cell["loop"](*cell["prepared"](steps))
+    accelerator, things = cell["prepared"](steps)
+    trainer = accelerator if named == "the Accelerator" else things
+    ours = alone({"trainer": trainer, "loss": cell["criterion"]}, 12 // steps)
+    assert differing(ours.model, plain) == []
+    assert ours.trainer.live.settings.accumulation_steps == steps
+    assert ours.trainer.live.settings.lr_schedule == "own"
+    assert ours.evaluated().keys() == {"loss"}
+    assert ours.adopted.kind == "accelerate's Accelerator"
+
+
+def test_its_precision_becomes_the_knobs_and_leaves_the_model(cell: dict[str, Any]) -> None:
+    accelerator, things = cell["prepared"](mixed_precision="bf16")
+    assert "_original_forward" in vars(things[0])
+    ours = alone({"trainer": accelerator, "loss": cell["criterion"]}, 2)
+    assert ours.trainer.live.settings.precision == "bf16"
+    assert "_original_forward" not in vars(ours.model)
+
+
+def test_more_loaders_are_named_and_two_models_refused(cell: dict[str, Any]) -> None:
+    accelerator, _ = cell["prepared"]()
+    accelerator.prepare(cell["DataLoader"](cell["pairs"]))
+    assert alone({"trainer": accelerator, "loss": cell["criterion"]}, 1).adopted.left_out == (
+        "1 more DataLoader, which is neither trained nor validated on",
+    )
+    accelerator.prepare(cell["nn"].Linear(2, 2))
+    with pytest.raises(WorkloadError, match=r"accelerate prepared 2 models, and one is trained here. Name those"):
+        alone({"trainer": accelerator, "loss": cell["criterion"]}, 1)
+
+
+def test_an_accelerator_that_has_prepared_nothing_says_what_to_run() -> None:
+    with pytest.raises(WorkloadError, match=r"has prepared no model yet. Run the cell with accelerator.prepare"):
+        alone({"trainer": Accelerator(cpu=True)}, 1)
