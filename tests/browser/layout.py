@@ -25,8 +25,8 @@ _TEXTS = """panel => {
         if (text.textContent.trim() && !text.closest('.hoverlayer')) add(text, text.getBoundingClientRect());
     for (const part of panel.querySelectorAll(
         '.gpumem-status > span, button, .widget-label, select, input, .gpumem-tiles b, .gpumem-tiles span, ' +
-        '.gpumem-tip p, .gpumem-flip td:not(:has(button)), .gpumem-effect > div, .gpumem-filling p, .gpumem-verdict p, ' +
-        '.gpumem-searching p, summary'))
+        '.gpumem-tip p, .gpumem-flip td:not(:has(button)), .gpumem-effect > div, .gpumem-filling p, ' +
+        '.gpumem-verdict p, .gpumem-searching p, summary'))
         add(part, part.getBoundingClientRect());
     for (const plot of panel.querySelectorAll('.js-plotly-plot'))  // the highest tick may stand at the very top
         for (const axis of Object.values(plot._fullLayout).filter(one => one?._id?.startsWith('y') && one.visible)) {

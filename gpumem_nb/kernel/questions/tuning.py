@@ -142,7 +142,7 @@ class Tuning(AsksRanks):
         return of_tuned(instead_of(start, result.ranks, [], now, splits=result.splits), *_all_tried(result, best))
 
     def _tell(self, result: TuneResult) -> None:
-        """Give the best as the answer to all settings of that global batch of which it is known that they do not fit."""
+        """Give the best as the answer to all settings of that global batch that are known not to fit."""
         best, knobs = result.best, {*result.space.knobs, *SPLIT}
         if best is None:
             return
