@@ -14,6 +14,7 @@ from ..shared import snapshot_folder
 from ..shared.answers import Progress
 from ..shared.errors import InvalidInput, NoSession
 from ..shared.messages import RankInfo
+from ..ui.cells import import_panel
 from .looking import ReportsState
 from .planning import PredictsSettings
 from .training import TrainsWorkload
@@ -48,7 +49,9 @@ def start(n: int | None = None, *, progress: Progress = lambda what, done: None,
     _check_free(None)
     if _current is not None:
         _current.stop()
-    return Session(starting.plan(n, progress=progress, **options), progress)
+    started = Session(starting.plan(n, progress=progress, **options), progress)
+    import_panel()
+    return started
 
 
 def resume(path: str | os.PathLike[str] | None, progress: Progress) -> StateFile:

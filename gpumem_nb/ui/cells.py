@@ -6,10 +6,13 @@ A notebook gets tqdm's text and not its widget: of a widget a saved notebook kee
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.getipython import get_ipython
@@ -160,3 +163,10 @@ def say(text: object) -> None:
 def in_notebook() -> bool:
     """Return whether outputs can be changed: a terminal gets text only, once."""
     return getattr(get_ipython(), "kernel", None) is not None
+
+
+def import_panel() -> None:
+    """Import what a panel needs on a thread of its own, while people go on to their next cell: it takes seconds."""
+    if in_notebook():
+        importing = partial(importlib.import_module, f"{__package__}.panel")
+        threading.Thread(target=importing, name="gpumem_nb imports", daemon=True).start()

@@ -70,7 +70,7 @@ class DiagnosisView:
         findings = self._diagnosis.findings
         if not findings:
             return f"Doctor: {self._diagnosis.headline}"
-        return f"Doctor, {len(findings)} finding{'s' * (len(findings) > 1)}: {findings[0].cause}"
+        return f"Doctor, {len(findings)} finding{'s' * (len(findings) > 1)}: {findings[0].title}"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """Return the widget, and for a page without a kernel the same without buttons."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..kernel.history import History
 from ..kernel.lifecycle import RESTARTING
+from ..kernel.snapshot_plan import notebook_name
 from ..planning.instead import may_free
 from ..planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from ..report.breakdown import place
@@ -45,8 +45,8 @@ def status(session: Session, silent_s: float) -> str:
 
 
 def tab(session: Session) -> str:
-    """Return what a docked panel's tab is called: after what is trained, and the notebook, where that is known."""
-    of = Path(os.environ.get("JPY_SESSION_NAME", "")).stem  # jupyter_server sets it, to the notebook's path
+    """Return what a docked panel's tab is called: after what is trained, and the notebook."""
+    of = Path(notebook_name()).stem
     return " · ".join(filter(None, [session.workload.name if session.workload else "GPU memory", of]))
 
 
