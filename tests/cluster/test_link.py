@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
+import time
+from pathlib import Path
 
 import pytest
 
+import gpumem_nb
 from gpumem_nb.session import Session
 from tests import link_promises
 from tests.link_promises import PROMISES, who_leaves_ends_the_wait_of_the_others_and_all_join_again
@@ -30,3 +34,23 @@ def test_horovods_ranks(promising: Session, promise: str) -> None:
 def test_horovods_ranks_come_apart_and_join_again(promising: Session) -> None:
     promising.run(f"{who_leaves_ends_the_wait_of_the_others_and_all_join_again.__name__}({HERE})")
     promising.run(f"{PROMISES[0].__name__}({HERE})")
+
+
+def test_horovods_thread_of_a_rank_by_itself_is_seldom_awake_and_serves_cells() -> None:
+    def awake() -> tuple[float, int]:
+        from gpumem_nb.engine.link.collectives import NICENESS
+
+        own = [number for number in os.listdir("/proc/self/task") if os.getpriority(0, int(number)) == NICENESS]
+        switches = (Path(f"/proc/self/task/{number}/schedstat").read_text().split()[2] for number in own)
+        return time.monotonic(), sum(map(int, switches))
+
+    with gpumem_nb.start(1, device="cpu") as alone:
+        [(before_s, before)] = alone.run(awake)
+        alone.load("digits-resnet")
+        alone.train(2)
+        [(after_s, after)] = alone.run(awake)
+        assert 0 < (after - before) / (after_s - before_s) < 200
+        assert alone.run("hvd.allreduce(torch.ones(2)).tolist()") == [[1.0, 1.0]]
+        assert alone.run("__import__('gpumem_nb.engine.link.settings', fromlist=['_']).started_with()") == [
+            {"HOROVOD_FUSION_THRESHOLD": str(16 * 2**20)}
+        ]

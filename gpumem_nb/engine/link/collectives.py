@@ -28,6 +28,8 @@ from ...shared.knobs.communication import CYCLE_TIME
 from .communicator import Separated, here
 
 _FREEING_TIMEOUT_S = 5.0
+_COUNT = "OMPI_COMM_WORLD_SIZE"  # where mpiexec says how many ranks there are
+_CYCLE_ALONE_MS = "20"
 # Pauses of a wait, as a share of how long it took so far, so that it ends little later than it could.
 _PAUSE_SHARE, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2e-5, 0.001
 
@@ -146,9 +148,26 @@ def leave(what: str) -> None:
 
 
 def _init(ranks: list[int] | None) -> set[int]:
-    with new_threads_give_way() if _on_cpu else nullcontext(set[int]()) as threads:
+    alone = ranks == [0] or (ranks is None and os.environ.get(_COUNT) == "1")
+    with new_threads_give_way() if _on_cpu else nullcontext(set[int]()) as threads, _seldom_awake(alone):
         hvd.init(comm=ranks)
     return threads
+
+
+@contextmanager
+def _seldom_awake(alone: bool) -> Iterator[None]:
+    """Inside, Horovod begins with long cycles where a rank is ``alone``, unless the user wants others.
+
+    Its steps negotiate nothing, for which a thread would look a thousand times a second: 2 % of a core that computes.
+    """
+    if not alone or CYCLE_TIME in os.environ or not hasattr(horovod, MARK):
+        yield
+        return
+    os.environ[CYCLE_TIME] = _CYCLE_ALONE_MS
+    try:
+        yield
+    finally:
+        del os.environ[CYCLE_TIME]
 
 
 def _wrap_horovod() -> None:
