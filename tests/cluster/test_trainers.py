@@ -57,6 +57,7 @@ def test_tokens_are_averaged_over_all_ranks_as_in_one_process_with_as_many_micro
     assert sorted(run.loss.groupby(run.step).nunique().unique()) == [2], "each rank says its own share"
 
 
+@pytest.mark.full
 def test_a_split_of_the_micro_batches_keeps_the_mathematics(two_ranks: Session) -> None:
     found = []
     for batch_size, accumulation_steps in ((4, 2), (2, 4), (8, 1)):
@@ -113,6 +114,7 @@ rows = Rows(rows)
     assert len(set(two_ranks.run("[float(p.sum()) for p in trainer.model.parameters()]")[0])) > 1
 
 
+@pytest.mark.full
 def test_questions_flips_and_files_know_of_no_trainer(two_ranks: Session, tmp_path: Path) -> None:
     attached(two_ranks, "trained_by(gradient_accumulation_steps=2)").train(2)
     before = weights(two_ranks)
@@ -186,6 +188,7 @@ def test_what_an_accelerator_prepared_trains_as_its_parts_do(two_ranks: Session)
     assert losses(two_ranks, 3) == found[0] == found[1]
 
 
+@pytest.mark.full
 def test_a_restart_brings_the_trainer_back_with_its_optimizer() -> None:
     """It is kept whole, as other objects that live on the ranks are."""
     internals.stop_running()

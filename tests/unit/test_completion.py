@@ -34,6 +34,7 @@ def complete(line: str) -> list[str]:
         ("%hvd_attach se", ["seed="]),
         ("%hvd_load digits-resnet se", ["seed="]),
         ("%hvd_attach ev", ["eval_data="]),
+        ("%hvd_attach tr", ["trainer="]),
         ("%hvd_set eval_every=", ["eval_every=never"]),
         ("%hvd_log runs/a --to t", ["tensorboard", "trackio"]),
         ("%%hvd --r", ["--ranks"]),

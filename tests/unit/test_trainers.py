@@ -10,7 +10,8 @@ import torch
 
 from gpumem_nb.report.adopted import AdoptedReport
 from gpumem_nb.shared.errors import WorkloadError
-from tests.trainers import PAIRS, TEXT, alone, differing, logged, made
+from gpumem_nb.shared.messages import Chunk
+from tests.trainers import PAIRS, TEXT, alone, differing, logged, made, settings_of
 
 CELL = (
     TEXT
@@ -107,6 +108,50 @@ def test_a_trainer_that_has_trained_goes_on_with_its_optimizer(cell: dict[str, A
     assert found.trainer.live.optimizer is ours.optimizer
     assert {int(state["step"]) for state in ours.optimizer.state.values()} == {8}
     assert found.rates == logged(plain, "learning_rate")[:2], "each train() begins its schedule anew"
+
+
+def test_an_evaluation_of_its_own_leaves_the_precision_to_the_knob(cell: dict[str, Any]) -> None:
+    trainer = of(cell, "trained_by(bf16=True, given={'eval_dataset': rows[:4]})")
+    ours = alone({"trainer": trainer}, 1)
+    trainer.evaluate()
+    assert "_original_forward" in vars(ours.model)
+    assert ours.trainer.run(Chunk(settings_of(ours.trainer, precision="fp32"), 3, 1)).failure is None
+    assert "_original_forward" not in vars(ours.model)
+
+
+OF_OTHER_KINDS = {
+    "adapters": "adapted()",
+    "workers": "trained_by(dataloader_num_workers=1)",
+    "data that can only be iterated": "streamed()",
+}
+
+
+@pytest.mark.parametrize("what", OF_OTHER_KINDS)
+def test_other_models_and_data_are_trained_alike(cell: dict[str, Any], what: str) -> None:
+    cell = made(
+        CELL
+        + """
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(rows)
+
+def streamed():
+    trainer = trained_by()
+    trainer.train_dataset = Endless()
+    return trainer
+
+def adapted():
+    import peft
+    torch.manual_seed(0)
+    adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    return trained_by(model=peft.get_peft_model(gpt2(), adapters))
+"""
+    )
+    plain, ours = (of(cell, OF_OTHER_KINDS[what]) for _ in range(2))
+    plain.train()
+    found = alone({"trainer": ours}, 6)
+    found.trainer.close()
+    assert found.losses == logged(plain)
+    assert differing(found.model, plain.model) == []
 
 
 METRICS = """

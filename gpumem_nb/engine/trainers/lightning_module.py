@@ -76,7 +76,8 @@ def of_module(module: Any, trainer: Any, beside: Mapping[str, Any], ranks: int) 
     if _overrides(module, "validation_step") and ("eval_data" in beside or "eval_data" in taking.parts):
         taking.part("metric", ModuleMetric(module), "what validation_step logs", "validation_step")
     _take_update(taking, module, trainer, loader, ranks)
-    _take_knobs(taking, trainer)
+    if trainer:
+        _take_knobs(taking, trainer)
     _leave(taking, module, trainer)
     return taking
 
@@ -228,7 +229,6 @@ def _take_update(taking: Taking, module: Any, trainer: Any, loader: Any, ranks: 
         taking.leave("ReduceLROnPlateau, which waits for a metric: call scheduler.step(metric) in a %%hvd cell")
         scheduler = None
     if scheduler is None:
-        taking.row("lr_schedule", "constant", "configure_optimizers")
         return
     every, interval = int(schedule.get("frequency") or 1), schedule.get("interval") or "epoch"
     accumulation = trainer.accumulate_grad_batches if trainer else 1
@@ -305,16 +305,14 @@ class Every(LRScheduler):
 
 
 def _take_knobs(taking: Taking, trainer: Any) -> None:
-    source = "" if trainer else ", without a Trainer"
-    accumulation = trainer.accumulate_grad_batches if trainer else 1
-    taking.knob("accumulation_steps", accumulation, f"accumulate_grad_batches={accumulation}{source}")
-    precision = str(trainer.precision) if trainer else "32-true"
-    taking.knob("precision", _PRECISIONS.get(precision, "fp32"), f"precision={precision!r}{source}")
+    accumulation = trainer.accumulate_grad_batches
+    taking.knob("accumulation_steps", accumulation, f"accumulate_grad_batches={accumulation}")
+    precision = str(trainer.precision)
+    taking.knob("precision", _PRECISIONS.get(precision, "fp32"), f"precision={precision!r}")
     if precision not in _PRECISIONS:
         taking.leave(f"precision={precision!r}: convert the module itself before it is attached, or set precision=bf16")
-    clip = (trainer.gradient_clip_val if trainer else None) or None
-    taking.knob("clip_norm", clip, f"gradient_clip_val={clip}{source}")
-    taking.knob("checkpointing", "none", "Lightning leaves it to the module; %hvd_set checkpointing=blocks has it here")
+    clip = trainer.gradient_clip_val or None
+    taking.knob("clip_norm", clip, f"gradient_clip_val={clip}")
 
 
 def _leave(taking: Taking, module: Any, trainer: Any) -> None:

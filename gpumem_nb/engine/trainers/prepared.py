@@ -87,8 +87,6 @@ def _of(things: list[Any], source: str) -> Taking:
         taking.leave(f"{len(more)} more {what} neither trained nor validated on")
     taking.knob("precision", PRECISIONS[state.mixed_precision], f"mixed_precision={state.mixed_precision!r}")
     taking.knob("accumulation_steps", GradientState().num_steps, "gradient_accumulation_steps")
-    taking.knob("clip_norm", None, "accelerate leaves clipping to your loop; %hvd_set clip_norm=1.0 clips here")
-    taking.knob("checkpointing", "none", "accelerate leaves it to the model; %hvd_set checkpointing=blocks has it here")
     return taking
 
 

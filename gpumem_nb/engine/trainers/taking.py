@@ -12,9 +12,6 @@ from ...shared.knobs import KNOBS
 from ...shared.workload import Adopted, Taken
 from ..step.rates import named_rate
 
-# Without a scheduler the rate is constant, whatever an earlier workload was trained under.
-_CONSTANT = {"lr_schedule": "constant", "warmup_steps": 0, "lr_scaling": "none", "reference_batch": None}
-
 
 class Taking:
     """Collects what is taken of one trainer.
@@ -52,6 +49,11 @@ class Taking:
         self._knobs[name] = value
         self.row(name, KNOBS[name].text(value), source)
 
+    def constant_rate(self, source: str) -> None:
+        """Let the rate be constant, whatever an earlier workload was trained under."""
+        self._knobs |= {"warmup_steps": 0, "lr_scaling": "none", "reference_batch": None}
+        self.knob("lr_schedule", "constant", source)
+
     def row(self, what: str, value: str, source: str) -> None:
         """Show something that was taken."""
         self._taken.append(Taken(what, value, source))
@@ -62,10 +64,9 @@ class Taking:
 
     def adopted(self) -> Adopted:
         """Return what is told of it."""
-        steady = {} if "scheduler" in self.parts else _CONSTANT
         return Adopted(
             self._kind,
-            tuple((steady | self._knobs).items()),
+            tuple(self._knobs.items()),
             tuple(self._taken),
             tuple(self._left_out),
             tuple(self.arguments.items()),

@@ -14,6 +14,7 @@ from ...internals.transformers_internals import among
 from ...shared.errors import WorkloadError
 from ..step.evaluation import WholeMetric
 from ..step.own_loss import StepLoss
+from .prepared import unwrapped
 
 _PADDING = -100  # transformers' own, of labels and of predictions that differ in length
 _HOST = torch.device("cpu")
@@ -41,6 +42,7 @@ class TrainerLoss(StepLoss):
 
     def __call__(self, model: Any, batch: Any) -> Any:
         """Return the loss of one micro-batch, as a share of a step that divides by its micro-batches and ranks."""
+        unwrapped(model)  # a cell that calls the trainer's evaluate() lets accelerate put a precision around it again
         batch = copy.copy(batch)  # some take their labels out of it
         items = self._counted([batch])[1] if self._alone else self._items
         with among(self._trainer, self._ranks, self._count):

@@ -168,7 +168,7 @@ def _take_update(taking: Taking, trainer: Any, loader: Any, ranks: int) -> None:
         scheduler = trainer.create_scheduler(num_training_steps=steps)
     taking.optimizer(optimizer, source, "optimizers" if given else "learning_rate")
     if scheduler is None:
-        taking.row("lr_schedule", "constant", f"lr_scheduler_type={kind}")
+        taking.constant_rate(f"lr_scheduler_type={kind}")
     else:
         taking.part("scheduler", scheduler, type(scheduler).__name__, "create_scheduler")
         taking.row("lr_schedule", "own", f"lr_scheduler_type={kind}, warmup_steps={args.get_warmup_steps(steps)}")
