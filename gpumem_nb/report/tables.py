@@ -32,10 +32,13 @@ _NOTE_STYLE = f"color: var(--jp-ui-font-color2, inherit); margin: 4px 8px; {_SCR
 _WORDS_STYLE = f"margin: 0; white-space: pre-wrap; {_SCROLLS}"
 _COMMAND_STYLE = "white-space: nowrap"
 
-# A command with its arguments, and knobs with their values: without the full stop or bracket that comes after them.
+# A command with its arguments, knobs with their values, and a path: without the full stop or bracket that comes after.
 _PAIR = r"[A-Za-z_]\w*=[^\s;()]*[^\s.,:;()…]"
+_PATH = r"(?<![\w.:/])~?/[\w.+@~-]+(?:/[\w.+@~-]+)*(?<![.])"
 _ARGUMENT = rf"(?:{_PAIR}|--?[a-z][\w-]*|\d+|[A-Z]{{2,}}|[\w.~/-]*[\d./-][\w.,~/-]*\w)"
-_COMMAND = re.compile(rf"%{{1,2}}(?:hvd_\w+|hvd|env)\b(?: {_ARGUMENT}(?![\w…]))*|(?<![\w.]){_PAIR}(?: {_PAIR})*")
+_COMMAND = re.compile(
+    rf"%{{1,2}}(?:hvd_\w+|hvd|env)\b(?: {_ARGUMENT}(?![\w…]))*|(?<![\w.]){_PAIR}(?: {_PAIR})*|{_PATH}"
+)
 
 
 @dataclass(frozen=True, slots=True)

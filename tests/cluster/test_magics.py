@@ -142,7 +142,7 @@ def test_saving_resuming_and_restarting_by_magic(
     run(shell, "%hvd_set batch_size=16")
     old = {info.pid for info in session.ranks}
     run(shell, "%hvd_restart")
-    assert "step 3 restored\n" in capsys.readouterr().out
+    assert "step 5 restored\n" in capsys.readouterr().out
     assert not old & {info.pid for info in session.ranks}
     assert current() is session
     assert session.settings.batch_size == 16
@@ -154,6 +154,15 @@ def test_saving_resuming_and_restarting_by_magic(
     assert [line["step"] for line in of_rank] == [1, 2, 3, 4, 5, 4, 5]
     assert {line["run"] for line in logged} == {1}
     assert {"flip", "load"} <= {line["kind"] for line in logged if line["type"] == "event"}
+    run(shell, "%hvd_stop")
+    capsys.readouterr()
+    run(shell, "%hvd_resume")  # where there are no ranks
+    listed = r"this notebook +digits-resnet +\d +2 [^\n]*\n(?:.*\n)*resumed .*: step (\d), "
+    said = re.search(listed, capsys.readouterr().out)
+    assert said
+    status = run(shell, "%hvd_status")
+    assert (len(status.ranks), status.steps, status.workload.name) == (2, int(said[1]), "digits-resnet")
+    run(shell, "%hvd_stop")
 
 
 @pytest.mark.parametrize(

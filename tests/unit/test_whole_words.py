@@ -47,6 +47,8 @@ def commands(html: str) -> list[str]:
         ),
         ("checkpointing=blocks fits and keeps the mathematics", ["checkpointing=blocks"]),
         ("Type %hvd_stop to end it; 4 ranks are running", ["%hvd_stop"]),
+        ("Written: /home/me/a-b/train.py. Run it.", ["/home/me/a-b/train.py"]),
+        ("see https://example.org/a-b, 12 samples/s and/or more / less", []),
         ("the peak is 12 % of 3 GiB", []),
         ("lower <b> & higher", []),
     ],
