@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
 from gpumem_nb.kernel.questions.doctoring import _brings
-from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, PAGE, ROOM, WRONG, Diagnosis, Finding, Flip
+from gpumem_nb.planning.doctor.explained import explanation
+from gpumem_nb.planning.doctor.finding import FASTER, FIT, LESS, PAGE, ROOM, WRONG, Diagnosis, Finding, Flip, card
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.doctor.rules.time import CAUSES, TITLES
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, TIGHT
@@ -119,3 +121,14 @@ def test_every_finding_says_what_to_press_or_to_type() -> None:
         for found in findings(evidence(**above)):
             assert found.candidates or found.do, found
             assert found.measured, found
+
+
+def test_more_shows_the_explanation_in_place_and_links_there_to_no_file() -> None:
+    for title in titles():
+        found = explanation(title)
+        assert found.startswith("<p>"), title
+        assert "](" not in found, title
+        assert 'href="..' not in found, title
+    shown = card(dataclasses.replace(example().findings[0], title=titles()[0]))
+    assert f"<summary>more</summary>{explanation(titles()[0])}" in shown
+    assert "<summary>" not in card(example().findings[0]), "of which nothing is explained"

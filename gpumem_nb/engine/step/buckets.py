@@ -216,3 +216,9 @@ def stand_ins(
             room[device][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for shape, dtype, device in specs[bucket.index]
         ]
+
+
+def share_lost(rounded: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Return the share that compression took of gradients, by 2-norms: of theirs and of what was lost, per bucket."""
+    norms, lost = (torch.stack([one.to(device) for one in some]).square().sum() for some in zip(*rounded, strict=True))
+    return (lost / norms.clamp(min=torch.finfo(norms.dtype).tiny)).sqrt()

@@ -26,6 +26,7 @@ from .buckets import (
     into_buckets,
     outgoing,
     rounding,
+    share_lost,
     stand_ins,
     widened,
 )
@@ -161,13 +162,7 @@ class GradientReduction:
     @property
     def lost(self) -> Tensor | None:
         """The share of this step's gradients that compression took (2-norms), on the device, if it was measured."""
-        if not self._rounded:
-            return None
-        norms, lost = (
-            torch.stack([one.to(self._row.device) for one in some]).square().sum()
-            for some in zip(*self._rounded, strict=True)
-        )
-        return (lost / norms.clamp(min=torch.finfo(norms.dtype).tiny)).sqrt()
+        return share_lost(self._rounded, self._row.device) if self._rounded else None
 
     def arm(self) -> None:
         """From now on gradients are final: send each bucket as soon as it is full."""
@@ -304,11 +299,12 @@ class GradientReduction:
     def _take_back(self, absent: Collection[int]) -> None:
         for bucket in self._buckets:
             for param, wires in zip(bucket.params, bucket.wires, strict=bool(bucket.wires)):
-                if id(param) not in absent:
-                    if param.grad is None:
-                        param.grad = bucket.places.get(id(param))
-                    if wires:
-                        arrived(param, wires)
+                if id(param) in absent:
+                    continue
+                if param.grad is None:
+                    param.grad = bucket.places.get(id(param))
+                if wires:
+                    arrived(param, wires)
 
     def _let_go(self) -> None:
         for bucket in self._buckets:

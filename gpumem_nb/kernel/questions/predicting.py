@@ -43,8 +43,7 @@ class Predicting(AsksRanks):
     def predict(self, knobs: dict[str, Any]) -> Prediction:
         """Return what the present settings with these changes would need."""
         history, now = self._history, self._training.settings
-        begun, model_version = history.begun, history.model_version
-        settings = self._checked(knobs)
+        begun, model_version, settings = history.begun, history.model_version, self._checked(knobs)
         prediction = replace(self.answer(settings), before=now, splits=self.splits(now, settings))
         history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
@@ -194,8 +193,7 @@ class Predicting(AsksRanks):
 
     def _may_be_quick(self, settings: Settings) -> bool:
         """Return whether a whole step takes no longer than that, as training goes; true before anything was trained."""
-        tried = self._history.now()
-        speed: float | None = tried.samples_per_s if tried else None
+        speed = (tried := self._history.now()) and tried.samples_per_s
         return not speed or settings.samples_per_rank * len(self._ranks) / speed <= LONGEST_S
 
     def _is_quick(self, settings: Settings, small_s: float) -> bool:
@@ -238,26 +236,21 @@ class Predicting(AsksRanks):
         """
         settings, now = self._checked({}), self._ranks[0].allocator
         if any(rank.allocator != now for rank in self._ranks):
-            raise InvalidInput(
-                f"The ranks' caching allocators are set differently: set {variable()} alike and %hvd_restart."
-            )
+            raise InvalidInput(f"The ranks' allocators are set differently: set {variable()} alike and %hvd_restart.")
         parsed = map(AllocatorSettings.parse, others) if others else (DEFAULT, *USUAL)
         wanted = [one for one in dict.fromkeys(parsed) if one != now]
         fewer = [] if self._loaded().data.batched else [list(SMALL), list(FEWEST)]
         for small in [[settings.batch_size], *(sizes for sizes in fewer if max(sizes) < settings.batch_size)]:
-            answers: list[Forecasts] = self._foreground.call_alone(
-                "forecast_allocators", shortened(settings), small, wanted, undone=True
-            )
+            about = shortened(settings), small, wanted
+            answers: list[Forecasts] = self._foreground.call_alone("forecast_allocators", *about, undone=True)
             if not self._ran_out(answers):
                 break
         else:
             raise WorkloadError("Not even a small step fits, so none can be followed: %hvd_what_if says what would.")
         seconds = max(answer.seconds for answer in answers)
         each = [[replace(answer, of=answer.of[at:]) for answer in answers] for at in range(len(wanted) + 1)]
-        found = [
-            (one, fit.of_ranks(of_one, settings, small, seconds))
-            for one, of_one in zip([now, *wanted], each, strict=True)
-        ]
+        pairs = zip([now, *wanted], each, strict=True)
+        found = [(one, fit.of_ranks(of_one, settings, small, seconds)) for one, of_one in pairs]
         varies = any(answer.of[0].how == VARYING for answer in answers)
         notes = tuple(dict.fromkeys(rank.note for rank in self._ranks if rank.note))
         return AllocatorWhatIf(found[0], tuple(found[1:]), varies, self._ranks[0].virtual, variable(), notes)

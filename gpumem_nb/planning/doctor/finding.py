@@ -15,8 +15,9 @@ from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate
 from ...shared.workload import Splits
 from ..prediction import Prediction
+from .explained import unfolding
 
-PAGE = "docs/doctor.md"
+PAGE = "gpumem_nb/planning/doctor/findings.md"
 
 STOPS, WRONG, MEMORY, TIME = range(4)
 """Worst first: what stops training, what is wrong with it, memory that could be saved, time that could."""
@@ -270,7 +271,8 @@ def card(one: Finding) -> str:
     return (
         f"<div style='{_CARD.format(colour=COLOURS[one.level])}'>"
         f"<b>{escape(one.title)}</b> {level}<br>{escape(one.sentence)}<br>"
-        f"<small style='{_QUIET}'>measured: {escape(one.measured)}; more: <code>{escape(one.page)}</code></small></div>"
+        f"<small style='{_QUIET}'>measured: {escape(one.measured)}</small>"
+        f"<small>{unfolding(one.title, one.page)}</small></div>"
     )
 
 
