@@ -170,7 +170,7 @@ FUSION_THRESHOLD_MIB = Knob(
 CYCLE_TIME_MS = Knob(
     "cycle_time_ms",
     None,
-    "how often Horovod looks for gradients that all ranks have sent; default: as the ranks were started (1 ms, or 20 ms "
+    "how often Horovod looks for gradients that all ranks have sent; default: as the ranks were started (1 ms, or 20 "
     "for one rank by itself)",
     parse=_cycle,
     allowed=f"a number of milliseconds above 0 and at most {_LONGEST_CYCLE_MS}, such as 2, or default",
