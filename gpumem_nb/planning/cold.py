@@ -105,6 +105,7 @@ def of_packed(
             for one in gpus
             if (lighter := answer.of[one.name].lighter) is not None
         },
+        ranks,
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..report.differences import mathematics, typed
+from ..report.differences import typed
+from ..report.instead import Instead
 from ..report.tables import Report, Table
 from ..shared.categories import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ..shared.errors import InvalidInput
@@ -14,6 +15,7 @@ from ..shared.forecast import SEARCH_S
 from ..shared.settings import Settings
 from ..shared.units import format_bytes
 from . import gpu_table
+from .instead import as_fit, instead_of
 from .prediction import FITS, NO_LIMIT, Prediction
 
 _FIXED, _UNKNOWN = "fixed by the data", "not known"
@@ -35,6 +37,7 @@ class ColdPredictions(Report):
         tried: of each GPU that they do not surely fit, other settings of about the same global batch: those that fit,
             the one that changes least first; or the lightest that was tried, if none does. A GPU is left out where the
             search did not come to its end.
+        ranks: how many train together.
     """
 
     by_gpu: Mapping[str, Prediction]
@@ -43,6 +46,7 @@ class ColdPredictions(Report):
     seconds: float
     notes: Mapping[str, str] = field(default_factory=dict)
     tried: Mapping[str, tuple[Prediction, ...]] = field(default_factory=dict)
+    ranks: int = 1
 
     def __getitem__(self, gpu: str) -> Prediction:
         by_key = {gpu_table.key_of(name): one for name, one in self.by_gpu.items()}
@@ -58,6 +62,11 @@ class ColdPredictions(Report):
     def fits_with(self, gpu: str) -> tuple[Prediction, ...]:
         """Return what fits a GPU instead, the settings that change least first; nothing where no other is needed."""
         return tuple(one for one in self.tried.get(gpu, ()) if one.verdict == FITS)
+
+    def instead(self, gpu: str) -> Instead:
+        """Return what to train with on a GPU that it does not surely fit."""
+        now = self.by_gpu[gpu]
+        return instead_of(now.settings, self.ranks, list(map(as_fit, self.tried[gpu])), now, splits=now.splits)
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -95,12 +104,9 @@ class ColdPredictions(Report):
         if gpu not in self.tried:
             return f"what would fit was not found within {SEARCH_S} s and the memory of a dry run"
         now = self.by_gpu[gpu]
-        if fitting := self.fits_with(gpu):
-            return "; or ".join(
-                f"{typed(now.settings, one.settings)} fits, needs {format_bytes(one.reserved_peak_bytes)} and "
-                f"{mathematics(now.settings, one.settings, now.splits)}"
-                for one in fitting
-            )
+        found = self.instead(gpu)
+        if found.offers:
+            return found.reason(now.settings).rstrip(".")
         least = next(iter(self.tried[gpu]), None)
         if least is None:
             return "there is nothing to try: no other setting of the knobs needs less memory"

@@ -92,6 +92,10 @@ def test_what_is_said_to_fit_instead_is_predicted_to_fit_when_it_is_asked_for(gp
     assert instead[0].settings.same_mathematics(found[gpu].settings)
     assert all(one.settings.precision in ("fp32", narrow) for one in instead)
     assert found.frame()["fits_with"][0] in str(found)
+    would = found.instead(gpu)
+    assert would.fastest is not None
+    assert would.fastest.settings == instead[0].settings
+    assert f"{gpu}: {would.reason(found[gpu].settings)}" in str(found), "as everywhere else"
 
 
 @pytest.mark.usefixtures("small_gpus")
