@@ -29,7 +29,7 @@ def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
 
         panel.ask("Doctor")
         finding = page.locator(".gpumem-finding").first
-        expect(finding).to_contain_text("does not fit")
+        expect(finding).to_contain_text("A step ran out of memory")
         expect(finding.get_by_role("button")).to_contain_text("Apply ")
 
         panel.ask("Tune")  # the first of three presses

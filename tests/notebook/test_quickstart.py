@@ -79,7 +79,8 @@ def test_what_will_not_fit_is_said_before(executed: dict[str, str]) -> None:
     )
     assert said
     assert 32 < int(said[1]) < 1024
-    assert executed["predict-too-large"].startswith("does not fit: live peak")
+    assert "does not fit: live peak" in executed["predict-too-large"]
+    assert re.search(r"th(is|ese) would fit: .*Type %hvd_set", executed["predict-too-large"])
 
 
 def test_running_out_of_memory_is_survived(executed: dict[str, str]) -> None:
@@ -91,8 +92,9 @@ def test_running_out_of_memory_is_survived(executed: dict[str, str]) -> None:
 
 def test_it_ends_with_a_discovery_and_not_with_the_error_made_on_purpose(executed: dict[str, str]) -> None:
     assert "ran out of memory" not in "".join(executed[cell] for cell in ("taken-over", "doctor", "tune", "faster"))
-    found = ("checkpointing is not needed", "a small batch", "no core")  # the last: where other programs use the cores
-    assert any(cause in executed["doctor"] for cause in found), executed["doctor"]
+    found = ["Checkpointing can be switched off", "Larger micro-batches would be faster"]
+    found += ["Other programs are using your cores"]  # which may be so
+    assert any(title in executed["doctor"] for title in found), executed["doctor"]
     assert "were measured by steps that were undone" in executed["tune"]
     assert "Nothing was applied" not in executed["tune"]
     effect = re.search(r"([\d,]+) → ([\d,]+) samples/s", executed["faster"])
