@@ -151,7 +151,7 @@ def test_saving_resuming_and_restarting_by_magic(
     assert capsys.readouterr().out == "Nothing is logged.\n"
     logged = [json.loads(line) for line in (tmp_path / "a log.jsonl").read_text().splitlines()]
     of_rank = [line for line in logged if line["type"] == "step" and line["rank"] == 1]
-    assert [line["step"] for line in of_rank] == [1, 2, 3, 4, 5, 4, 5]
+    assert [line["step"] for line in of_rank] == [1, 2, 3, 4, 5, 4, 5, 6, 6, 7]
     assert {line["run"] for line in logged} == {1}
     assert {"flip", "load"} <= {line["kind"] for line in logged if line["type"] == "event"}
     run(shell, "%hvd_stop")

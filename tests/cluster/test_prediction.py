@@ -241,7 +241,12 @@ def test_whoever_finds_nobody_waiting_finds_that_the_model_may_have_changed(
 
 @pytest.mark.full
 def test_every_single_flip_is_in_the_table(own: Session) -> None:
-    table = own.what_if()
+    told: list[tuple[str, float]] = []
+    table = own.what_if(progress=lambda what, done: told.append((what, done)))
+    assert [what for what, _ in told][:2] == ["as it is", "precision fp32 → fp16"]
+    assert len(told) >= len(table.flips) > 5
+    assert [done for _, done in told] == sorted(done for _, done in told)
+    assert told[-1][1] < 1
     flips = table.frame().set_index("flip")
     assert flips.loc["checkpointing none → blocks"].live_peak_bytes < flips.loc["as it is"].live_peak_bytes
     assert flips.loc["batch_size 8 → 16"].live_peak_bytes > flips.loc["as it is"].live_peak_bytes
