@@ -86,6 +86,8 @@ def predict(
 ) -> Prediction | ColdPredictions:
     """Return what training would need on a GPU that need not be here, without ranks: steps are taken without memory.
 
+    Progress is shown once it takes longer than a second.
+
     Args:
         workload: the name of a ready-made one, or a ``Workload``.
         gpu: its name, such as ``"A100-40GB"``; several, as a list or with commas between them, are answered by

@@ -12,6 +12,7 @@ from ..report.tables import Report, Table
 from ..shared.categories import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from ..shared.errors import InvalidInput
 from ..shared.forecast import SEARCH_S
+from ..shared.knobs import KNOBS
 from ..shared.settings import Settings
 from ..shared.units import format_bytes
 from . import gpu_table
@@ -145,7 +146,11 @@ class ColdPredictions(Report):
             for gpu, one in self.by_gpu.items()
         )
         settings = next(iter(self.by_gpu.values())).settings
-        others = typed(Settings(batch_size=settings.batch_size), settings)
+        plain = Settings(batch_size=settings.batch_size)
+        changed = {
+            name for name in settings.changed_from(plain) if KNOBS[name].moves
+        }  # memory: others say nothing here
+        others = typed(plain, plain.replace(**{name: getattr(settings, name) for name in changed}))
         asked = " ".join(filter(None, [f"batch_size={settings.batch_size}", others]))
         words = frozenset({"GPU", "verdict", _INSTEAD})
         headings = ("GPU", "verdict", "reserved", "95 %", "may be reserved", "largest batch", _INSTEAD)

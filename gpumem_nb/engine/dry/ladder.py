@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...shared.categories import ACTIVATIONS, OPTIMIZER_STATE, TEMPORARIES
-from ...shared.errors import GpumemError
 from ...shared.forecast import Kernels, Lighter, Target
 from ...shared.knobs import Need
 from ...shared.knobs.step import halved
@@ -86,7 +85,7 @@ class Ladder:
         try:
             with self.run(settings, asked.kernels) as run:
                 return self._if_fits(settings, run, asked)
-        except (GpumemError, MemoryError):  # such as an optimizer that has no other way for its update
+        except (Exception, SystemExit):  # the user's code, or an optimizer that has no other way for its update
             return None
 
     def _split(self, settings: Settings, asked: Target) -> Lighter | None:
@@ -101,7 +100,7 @@ class Ladder:
                     smaller = halved(smaller, settings)
                     assert smaller
                 return self._if_fits(smaller, run, asked)
-        except (GpumemError, MemoryError):
+        except (Exception, SystemExit):  # the user's code may take no other number of samples
             return None
 
     def _if_fits(self, settings: Settings, run: Run, asked: Target) -> Lighter | None:
