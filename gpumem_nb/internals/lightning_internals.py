@@ -41,9 +41,9 @@ def see_no_mpi() -> None:
 
 
 @contextmanager
-def logging_to(module: Any, log: Callable[[str, Any], None]) -> Iterator[None]:
-    """Inside, what a module logs goes to ``log(name, value)``, and to no ``Trainer`` that has trained it before."""
-    trainer, module._trainer = module._trainer, None
+def logging_to(module: Any, log: Callable[[str, Any], None], trainer: Any) -> Iterator[None]:
+    """Inside, what a module logs goes to ``log(name, value)``; its ``trainer`` is this one, or there is none."""
+    before, module._trainer = module._trainer, trainer
     own = {name: vars(module)[name] for name in _LOGS if name in vars(module)}
 
     def log_one(name: str, value: Any, *_: Any, **__: Any) -> None:
@@ -60,4 +60,4 @@ def logging_to(module: Any, log: Callable[[str, Any], None]) -> Iterator[None]:
         for name in _LOGS:
             vars(module).pop(name, None)
         vars(module).update(own)
-        module._trainer = trainer
+        module._trainer = before

@@ -17,6 +17,11 @@ CELL = (
     TEXT
     + PAIRS
     + """
+# As the installed version calls it.
+CHECKPOINTING = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else (
+    "gradient_checkpointing"
+)
+
 def function(outputs, labels, num_items_in_batch=None):
     summed = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return summed / num_items_in_batch
@@ -215,7 +220,7 @@ KNOBS: dict[str, dict[str, Any]] = {
         "lr_schedule": "own",
         "checkpointing": "none",
     },
-    "trained_by(fp16=True, activation_checkpointing=True, dataloader_num_workers=2, dataloader_prefetch_factor=3,"
+    "trained_by(fp16=True, **{CHECKPOINTING: True}, dataloader_num_workers=2, dataloader_prefetch_factor=3,"
     " lr_scheduler_type='constant')": {
         "clip_norm": None,
         "precision": "fp16",
@@ -239,10 +244,10 @@ def test_arguments_become_the_first_values_of_knobs(code: str, cell: dict[str, A
 
 def test_a_models_own_checkpointing_is_left_to_the_knob(cell: dict[str, Any]) -> None:
     trainer = of(cell, "trained_by()")
-    trainer.model.activation_checkpointing_enable()
+    getattr(trainer.model, f"{cell['CHECKPOINTING']}_enable")()
     ours = alone({"trainer": trainer}, 1)
     assert ours.trainer.live.settings.checkpointing == "blocks"
-    assert not trainer.model.is_activation_checkpointing
+    assert not getattr(trainer.model, f"is_{cell['CHECKPOINTING']}")
     plain = of(cell, "trained_by()")
     plain.train()
     assert ours.losses == logged(plain)[:1]
@@ -332,9 +337,12 @@ def test_what_is_no_trainer_is_told_what_is(thing: Any, sentence: str) -> None:
 
 
 def test_a_model_beside_a_trainer_is_refused_and_validation_data_are_taken(cell: dict[str, Any]) -> None:
-    trainer = of(cell, "trained_by()")
+    trainer = of(cell, "trained_by(given={'eval_dataset': rows})")
     with pytest.raises(WorkloadError, match=r"^trainer= brings a model of its own\. Leave model= out"):
         alone({"trainer": trainer, "model": cell["gpt2"]()}, 0)
     ours = alone({"trainer": trainer, "model": trainer.model, "eval_data": cell["rows"][:8]}, 1)
     assert ours.evaluated().keys() == {"loss"}
-    assert "eval_data=, named beside trainer=" in {one.source for one in ours.adopted.taken}
+    assert ours.trainer.evaluator is not None
+    assert ours.trainer.evaluator.length == 8
+    rows = [(one.value, one.source) for one in ours.adopted.taken if one.what == "eval_data"]
+    assert rows == [("list", "eval_data=, named beside trainer=")]

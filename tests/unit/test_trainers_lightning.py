@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gpumem_nb.engine.storing.capture import plain
+from gpumem_nb.engine.trainers.lightning_module import Every
 from gpumem_nb.shared.errors import WorkloadError
 from tests.trainers import alone, differing, made
 
@@ -144,7 +146,7 @@ REFUSED = {
     "Module(gives=lambda one: None)": "configure_optimizers gives no optimizer",
     "by_hand()": r"optimizes by hand \(automatic_optimization=False\)",
     "mine(optimizer_step=print)": "defines optimizer_step, which no step here calls",
-    "mine(configure_optimizers=lambda self: self.trainer.max_steps)": "asks for self.trainer, and none trains here",
+    "mine(configure_optimizers=lambda self: self.trainer.max_steps)": "asks for self.trainer. Name a Lightning Tr",
     "mine(training_step=lambda self, batch: None)": "training_step returned no loss",
     "mine(train_dataloader=lambda self: {'a': 1, 'b': 2})": "gives 2 loaders, and one is trained on here",
     "fitted()": "knows no module yet. Name it, too: model=module",
@@ -169,6 +171,45 @@ def mine(**methods):
         return
     with pytest.raises(WorkloadError, match=REFUSED[code]):
         alone({"trainer": eval(code, cell)}, 0)
+
+
+def test_what_a_module_asks_of_its_trainer_is_answered_or_told(cell: dict[str, Any]) -> None:
+    def steps(module: Any) -> Any:
+        return cell["torch"].optim.SGD(module.parameters(), lr=1.0 / module.trainer.max_epochs)
+
+    def estimated(module: Any) -> Any:
+        return cell["torch"].optim.SGD(module.parameters(), lr=module.trainer.estimated_stepping_batches)
+
+    asks, guesses = (
+        type("Asks", (cell["Module"],), {"configure_optimizers": how, "__module__": "__main__"})
+        for how in (steps, estimated)
+    )
+    found = alone({"trainer": cell["fitted"](max_epochs=4), "model": asks()}, 1)
+    assert found.rates == [0.25]
+    with pytest.raises(WorkloadError, match=r"asks a Trainer that does not train here .*hand over what follows"):
+        alone({"trainer": cell["fitted"](max_epochs=4), "model": guesses()}, 1)
+
+
+def test_a_schedule_by_the_epoch_is_saved_and_goes_on(cell: dict[str, Any]) -> None:
+    def schedulers() -> tuple[Any, Any]:
+        optimizer = cell["torch"].optim.SGD(cell["Module"]().parameters(), lr=1.0)
+        return Every(cell["torch"].optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5), 3), optimizer
+
+    one, optimizer = schedulers()
+    rates = []
+    for _ in range(8):
+        optimizer.step()
+        one.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
+    other, optimizer = schedulers()
+    optimizer.step()
+    saved = plain(one.state_dict(), "the scheduler")
+    other.load_state_dict({**saved, "inner": {**saved["inner"], "milestones": dict(saved["inner"]["milestones"])}})
+    assert (other.done, other.inner.last_epoch) == (8, 2)
+    assert other.inner.milestones == one.inner.milestones
+    other.step()
+    assert other.inner.last_epoch == 3
 
 
 def test_a_metric_of_torchmetrics_is_told_how_to_be_logged(cell: dict[str, Any]) -> None:

@@ -64,7 +64,9 @@ def _logs() -> None:
     lightning = pytest.importorskip("lightning", reason="make test installs it")
     module, seen = lightning.LightningModule(), list[tuple[str, float]]()
     module.trainer = trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with logging_to(module, lambda name, value: seen.append((name, value))):
+    other = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    with logging_to(module, lambda name, value: seen.append((name, value)), other):
+        must(module.trainer is other, "it has another Trainer")
         module.log("one", 1.0, prog_bar=True)
         module.log_dict({"two": 2.0})
     must(seen == [("one", 1.0), ("two", 2.0)], "it logs by another way")

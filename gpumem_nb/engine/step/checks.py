@@ -33,8 +33,8 @@ def checked_model(model: Any) -> nn.Module:
     if "_original_forward" in vars(model):
         raise WorkloadError(
             f"accelerate computes the forward of this {type(model).__name__} in a precision of its own, which the "
-            "settings here would not know. Unwrap it first, net = accelerator.unwrap_model(net, "
-            "keep_fp32_wrapper=False), attach it again, and choose with %hvd_set precision=bf16."
+            "settings here would not know. Attach the Accelerator, which brings it as a knob: trainer=accelerator. Or "
+            "unwrap the model, net = accelerator.unwrap_model(net, keep_fp32_wrapper=False), and attach it again."
         )
     check_tensors(model)
     if not any(param.requires_grad for param in model.parameters()):

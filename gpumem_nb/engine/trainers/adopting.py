@@ -48,7 +48,7 @@ def adopt(found: Mapping[str, Any], ranks: int, device: torch.device) -> tuple[d
     if is_data_module(beside.get("data")):  # its loaders were taken
         del beside["data"]
     for role in sorted(beside.keys() - set(_WHOLE)):
-        taking.row(role, type(beside[role]).__name__, f"{role}=, named beside trainer=")
+        taking.replaced(role, type(beside[role]).__name__, f"{role}=, named beside trainer=")
     parts = taking.parts | beside
     if "data" not in parts:
         raise WorkloadError("trainer= brings no training data. Name some beside it: data=loader.")

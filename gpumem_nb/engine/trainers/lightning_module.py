@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...internals.lightning_internals import logging_to
-from ...shared.errors import WorkloadError
+from ...shared.errors import WorkloadError, text_of
 from .taking import Taking, length_of
 
 _ARGUMENTS = {
@@ -26,6 +26,10 @@ _PACKAGES = ("lightning", "pytorch_lightning")
 _PRECISIONS = {"32-true": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16"}
 _SINGLE = ("SingleDeviceStrategy", "DDPStrategy")  # in place of whose processes the ranks stand
 _USUAL = {"ModelCheckpoint", "ModelSummary", "TQDMProgressBar", "RichProgressBar", "RichModelSummary"}
+_NAME_IT = (
+    "Name a Lightning Trainer, trainer=pl_trainer model=module, whose arguments it can ask; hand over what follows "
+    "from training itself, such as the number of steps, when the module is made."
+)
 # A module that does one of these in its own way could not be trained as it says.
 _REFUSED = (
     "backward",
@@ -71,10 +75,10 @@ def of_module(module: Any, trainer: Any, beside: Mapping[str, Any], ranks: int) 
         if _overrides(module, hook):
             getattr(module, hook)(*(("fit",) if hook == "setup" else ()))
     taking.model(module, name)
-    taking.part("loss", ModuleLoss(module), f"{name}.training_step", "training_step")
+    taking.part("loss", ModuleLoss(module, trainer), f"{name}.training_step", "training_step")
     loader = _take_data(taking, module, beside)
     if _overrides(module, "validation_step") and ("eval_data" in beside or "eval_data" in taking.parts):
-        taking.part("metric", ModuleMetric(module), "what validation_step logs", "validation_step")
+        taking.part("metric", ModuleMetric(module, trainer), "what validation_step logs", "validation_step")
     _take_update(taking, module, trainer, loader, ranks)
     if trainer:
         _take_knobs(taking, trainer)
@@ -123,8 +127,8 @@ class ModuleLoss:
         criterion: the user's own function.
     """
 
-    def __init__(self, module: Any) -> None:
-        self.criterion = type(module).training_step
+    def __init__(self, module: Any, trainer: Any) -> None:
+        self.criterion, self._trainer = type(module).training_step, trainer
         self._takes = _batch_and_places(module.training_step)
 
     def __call__(self, model: Any, batch: Any) -> Any:
@@ -133,8 +137,7 @@ class ModuleLoss:
         Raises:
             WorkloadError: ``training_step`` returned none.
         """
-        with logging_to(model, lambda name, value: None):
-            given = model.training_step(batch, *self._takes)
+        given = _asked(model.training_step, self._trainer, lambda name, value: None, batch, *self._takes)
         loss = given.get("loss") if isinstance(given, Mapping) else given
         if loss is None:
             raise WorkloadError("training_step returned no loss. Return it, or a dict that has it under 'loss'.")
@@ -148,8 +151,8 @@ class ModuleMetric:
         criterion: the user's own function.
     """
 
-    def __init__(self, module: Any) -> None:
-        self.criterion = type(module).validation_step
+    def __init__(self, module: Any, trainer: Any) -> None:
+        self.criterion, self._trainer = type(module).validation_step, trainer
         self._takes = _batch_and_places(module.validation_step)
 
     def __call__(self, model: Any, batch: Any) -> Mapping[str, Any]:
@@ -164,9 +167,23 @@ class ModuleMetric:
                 )
             logged["validation_loss" if name == "loss" else name] = value
 
-        with logging_to(model, log):
-            model.validation_step(batch, *self._takes)
+        _asked(model.validation_step, self._trainer, log, batch, *self._takes)
         return logged
+
+
+def _asked(method: Any, trainer: Any, log: Callable[[str, Any], None], *args: Any) -> Any:
+    """Call a method of a module, whose ``trainer`` is the one that was named beside it, and which trains nothing here.
+
+    Raises:
+        WorkloadError: it asks for one where none was named.
+    """
+    try:
+        with logging_to(method.__self__, log, trainer):
+            return method(*args)
+    except RuntimeError as error:
+        if trainer is not None or "not attached to a" not in str(error):
+            raise
+        raise WorkloadError(f"{method.__name__} asks for self.trainer. {_NAME_IT}") from None
 
 
 def _batch_and_places(step: Any) -> tuple[int, ...]:
@@ -214,13 +231,13 @@ def _take_validation(taking: Taking, loader: Any, source: str) -> None:
 
 def _take_update(taking: Taking, module: Any, trainer: Any, loader: Any, ranks: int) -> None:
     try:
-        given = module.configure_optimizers()
-    except RuntimeError as error:
-        if "not attached to a" not in str(error):
+        given = _asked(module.configure_optimizers, trainer, lambda name, value: None)
+    except Exception as error:  # whatever a Trainer raises that knows no module
+        if isinstance(error, WorkloadError) or "trainer" not in module.configure_optimizers.__code__.co_names:
             raise
+        said = next(iter(text_of(error).strip().splitlines()), type(error).__name__)
         raise WorkloadError(
-            "configure_optimizers asks for self.trainer, and none trains here. Hand over what it asks, such as the "
-            "number of steps, when the module is made."
+            f"configure_optimizers asks a Trainer that does not train here ({said}). {_NAME_IT}"
         ) from None
     optimizer, schedule = _one_of_each(given)
     taking.optimizer(optimizer, "configure_optimizers", "configure_optimizers")

@@ -58,6 +58,11 @@ class Taking:
         """Show something that was taken."""
         self._taken.append(Taken(what, value, source))
 
+    def replaced(self, what: str, value: str, source: str) -> None:
+        """Show what was named in place of the trainer's own."""
+        self._taken = [one for one in self._taken if one.what != what]
+        self.row(what, value, source)
+
     def leave(self, sentence: str) -> None:
         """Name something that is not kept."""
         self._left_out.append(sentence)
