@@ -126,6 +126,8 @@ def test_an_evaluation_of_its_own_leaves_the_precision_to_the_knob(cell: dict[st
 
 OF_OTHER_KINDS = {
     "adapters": "adapted()",
+    "adapters with checkpointing": "adapted(**{CHECKPOINTING: True})",
+    "a loader of its class": "trained_by(Loading)",
     "workers": "trained_by(dataloader_num_workers=1)",
     "data that can only be iterated": "streamed()",
 }
@@ -144,11 +146,15 @@ def streamed():
     trainer.train_dataset = Endless()
     return trainer
 
-def adapted():
+class Loading(Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(rows, batch_size=3, collate_fn=self.data_collator)
+
+def adapted(**arguments):
     import peft
     torch.manual_seed(0)
     adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    return trained_by(model=peft.get_peft_model(gpt2(), adapters))
+    return trained_by(model=peft.get_peft_model(gpt2(), adapters), **arguments)
 """
     )
     plain, ours = (of(cell, OF_OTHER_KINDS[what]) for _ in range(2))
@@ -297,6 +303,10 @@ REFUSED = {
         r"^trainer=: Mine defines training_step, which no step here calls\. Put what it computes into compute_loss",
     ),
     "no data": ("lambda model, args, **_: Trainer(model, args)", "has no train_dataset. Make it with one"),
+    "batches put together": (
+        "Trainer",
+        r"The DataLoader's batch sampler \(BatchRebalanceSampler\) decides which samples come together",
+    ),
     "no end": (
         "lambda model, args, **_: Trainer(model, args, train_dataset=Endless())",
         "has no length, so the length of the schedule is not known. Make TrainingArguments with max_steps=",
@@ -313,7 +323,9 @@ class Endless(torch.utils.data.IterableDataset):
 kind = {REFUSED[what][0]}
 """
     cell = made(CELL + code)
-    arguments = "" if what != "no end" else "max_steps=-1"
+    arguments = {"no end": "max_steps=-1", "batches put together": "train_sampling_strategy='batch_rebalance'"}.get(
+        what, ""
+    )
     original = cell["TrainingArguments"]
     if what == "no end":  # which the Trainer itself would refuse when it is made
         cell["TrainingArguments"] = lambda **given: original(**{**given, "max_steps": 5})

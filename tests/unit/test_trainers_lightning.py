@@ -148,7 +148,8 @@ REFUSED = {
     "mine(optimizer_step=print)": "defines optimizer_step, which no step here calls",
     "mine(configure_optimizers=lambda self: self.trainer.max_steps)": "asks for self.trainer. Name a Lightning Tr",
     "mine(training_step=lambda self, batch: None)": "training_step returned no loss",
-    "mine(train_dataloader=lambda self: {'a': 1, 'b': 2})": "gives 2 loaders, and one is trained on here",
+    "mine(train_dataloader=lambda self: {'a': 1, 'b': 2})": "gives several loaders, and one is trained on here",
+    "mine(train_dataloader=lambda self: L.pytorch.utilities.CombinedLoader([1]))": "gives several loaders",
     "fitted()": "knows no module yet. Name it, too: model=module",
 }
 

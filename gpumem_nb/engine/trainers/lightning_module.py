@@ -209,9 +209,9 @@ def _take_data(taking: Taking, module: Any, beside: Mapping[str, Any]) -> Any:
     loader = data if holder is module else None
     if loader is None and _overrides(holder, "train_dataloader"):
         loader = holder.train_dataloader()
-        if isinstance(loader, Sequence | Mapping) and not isinstance(loader, tuple):
+        if isinstance(loader, Sequence | Mapping) or type(loader).__name__ == "CombinedLoader":
             raise WorkloadError(
-                f"{source}.train_dataloader gives {len(loader)} loaders, and one is trained on here. Return one, of a "
+                f"{source}.train_dataloader gives several loaders, and one is trained on here. Return one, of a "
                 "torch.utils.data.ConcatDataset say."
             )
         taking.part("data", loader, length_of(getattr(loader, "dataset", loader)), f"{source}.train_dataloader")

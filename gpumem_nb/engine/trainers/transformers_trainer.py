@@ -72,9 +72,12 @@ def of_trainer(trainer: Any, ranks: int, device: torch.device) -> Taking:
     with seeded(args.seed):  # as its own training begins: the order of samples is the same
         loader = unprepared(trainer.get_train_dataloader())
     collator = named(trainer.data_collator)
-    taking.part("data", loader, length_of(loader.dataset), f"train_dataset, data_collator={collator}")
+    dataset = getattr(loader, "dataset", loader)  # get_train_dataloader may be the user's own
+    taking.part("data", loader, length_of(dataset), f"train_dataset, data_collator={collator}")
     seed = args.seed if args.data_seed is None else args.data_seed
-    taking.row("order of samples", type(_sampler(loader)).__name__, f"seed={seed}, train_dataset")
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if sampler is not None:
+        taking.row("order of samples", type(sampler).__name__, f"seed={seed}, train_dataset")
     _take_validation(taking, trainer)
     _take_update(taking, trainer, loader, ranks)
     _take_knobs(taking, trainer, model, loader)
@@ -125,10 +128,6 @@ def _loss_in_words(trainer: Any) -> tuple[str, str]:
     if trainer.label_smoother is not None:
         return f"smoothed labels{items}", f"label_smoothing_factor={trainer.args.label_smoothing_factor:g}"
     return f"the model's own{items}", "compute_loss"
-
-
-def _sampler(loader: Any) -> Any:
-    return getattr(loader.batch_sampler, "sampler", None) or loader.sampler
 
 
 def _take_validation(taking: Taking, trainer: Any) -> None:
@@ -193,14 +192,16 @@ def _steps(args: Any, loader: Any, ranks: int) -> int:
 
 def _take_knobs(taking: Taking, trainer: Any, model: nn.Module, loader: Any) -> None:
     args = trainer.args
-    taking.row("batch_size", str(loader.batch_size or loader.batch_sampler.batch_size), "per_device_train_batch_size")
+    batches = getattr(loader, "batch_sampler", None)
+    if size := getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None):
+        taking.row("batch_size", str(size), "per_device_train_batch_size")
     taking.knob("accumulation_steps", args.gradient_accumulation_steps, "gradient_accumulation_steps")
     mixed = trainer.accelerator.mixed_precision
     if mixed not in PRECISIONS:
         taking.leave(f"mixed_precision={mixed}, which no knob has")
     source = "neither bf16 nor fp16" if mixed == "no" else f"{mixed}=True"
     taking.knob("precision", PRECISIONS.get(mixed, "fp32"), source)
-    taking.knob("clip_norm", args.max_grad_norm or None, f"max_grad_norm={args.max_grad_norm:g}")
+    taking.knob("clip_norm", args.max_grad_norm or None, f"max_grad_norm={args.max_grad_norm}")
     asked = next((name for name in _CHECKPOINTING if getattr(args, name, False)), "")
     if name := _switched_on(model):
         getattr(model, f"{name}_disable")()  # the knob decides from now on
@@ -215,7 +216,7 @@ def _take_knobs(taking: Taking, trainer: Any, model: nn.Module, loader: Any) -> 
 
 def _switched_on(model: nn.Module) -> str:
     """Return what the model calls its own checkpointing, if that is on; empty if not."""
-    known = [name for name in reversed(_CHECKPOINTING) if hasattr(type(model), f"{name}_disable")]
+    known = [name for name in reversed(_CHECKPOINTING) if hasattr(model, f"{name}_disable")]  # adapters pass it on
     return known[0] if known and getattr(model, f"is_{known[0]}", False) else ""
 
 
