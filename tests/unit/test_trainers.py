@@ -26,6 +26,9 @@ def function(outputs, labels, num_items_in_batch=None):
     summed = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return summed / num_items_in_batch
 
+class Once(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(rows)
+
 def by_batch(prediction, compute_result):
     return {}
 
@@ -108,6 +111,7 @@ def test_a_trainer_that_has_trained_goes_on_with_its_optimizer(cell: dict[str, A
         trainer.train()
     assert "_original_forward" in vars(ours.model), "accelerate has put bf16 around it"
     found = alone({"trainer": ours}, 2)
+    assert "trainer.optimizer" in {one.source for one in found.adopted.taken if one.what == "optimizer"}
     assert "_original_forward" not in vars(found.model)
     assert found.trainer.live.settings.precision == "bf16"
     assert found.trainer.live.optimizer is ours.optimizer
@@ -275,6 +279,10 @@ NOT_KEPT = {
     "trained_by(given={'callbacks': [transformers.EarlyStoppingCallback()]}, eval_strategy='no')": (
         "callbacks, which no step here calls: EarlyStoppingCallback"
     ),
+    "trained_by(type('Mine', (Trainer,), {'log': print, '__module__': '__main__'}))": (
+        "methods of Mine that no step here calls: log"
+    ),
+    "trained_by(given={'eval_dataset': Once()})": "eval_dataset, which can only be iterated: name eval_data=",
     "trained_by(neftune_noise_alpha=5)": "neftune_noise_alpha=5: embeddings get no noise",
     "trained_by(eval_strategy='steps', eval_steps=20, given={'eval_dataset': rows[:4]})": "%hvd_set eval_every=20",
     "trained_by(given={'eval_dataset': {'near': rows[:4], 'far': rows}})": "2 sets, of which evaluations see 'near'",
@@ -300,7 +308,7 @@ def test_nothing_is_said_of_what_is_as_usual(cell: dict[str, Any]) -> None:
 REFUSED = {
     "a step of its own": (
         "type('Mine', (Trainer,), {'training_step': lambda *_: None, '__module__': '__main__'})",
-        r"^trainer=: Mine defines training_step, which no step here calls\. Put what it computes into compute_loss",
+        r"^trainer=: this Mine defines training_step, which no step here calls\. Put what it computes into compute",
     ),
     "no data": ("lambda model, args, **_: Trainer(model, args)", "has no train_dataset. Make it with one"),
     "batches put together": (

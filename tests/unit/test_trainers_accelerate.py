@@ -91,3 +91,8 @@ def test_more_loaders_are_named_and_two_models_refused(cell: dict[str, Any]) -> 
 def test_an_accelerator_that_has_prepared_nothing_says_what_to_run() -> None:
     with pytest.raises(WorkloadError, match=r"has prepared no model yet. Run the cell with accelerator.prepare"):
         alone({"trainer": Accelerator(cpu=True)}, 1)
+
+
+def test_a_tuple_that_was_never_prepared_is_refused(cell: dict[str, Any]) -> None:
+    with pytest.raises(WorkloadError, match=r"no Accelerator has prepared what is in it. Name the objects"):
+        alone({"trainer": (cell["nn"].Linear(6, 3), cell["pairs"])}, 1)

@@ -57,7 +57,13 @@ def of_prepared(things: Iterable[Any]) -> Taking:
 def _of(things: list[Any], source: str) -> Taking:
     from accelerate.state import AcceleratorState, GradientState
 
-    taking, state = Taking("accelerate's Accelerator", _ARGUMENTS), AcceleratorState()
+    try:
+        taking, state = Taking("accelerate's Accelerator", _ARGUMENTS), AcceleratorState()
+    except ValueError:
+        raise WorkloadError(
+            "trainer= is of type tuple, and no Accelerator has prepared what is in it. Name the objects themselves: "
+            "model=net data=loader optimizer=opt."
+        ) from None
     _check(state)
     models = [thing for thing in things if isinstance(thing, nn.Module)]
     optimizers = [thing for thing in things if hasattr(thing, "param_groups")]

@@ -30,7 +30,8 @@ _ARGUMENTS = {
 }
 _CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # as the versions call it
 # What a step of theirs does beside compute_loss: a class of the user's that does it otherwise could not be kept.
-_STEPS = ("training_step", "_inner_training_loop", "_prepare_inputs", "optimizer_step")
+_STEPS = ("training_step", "_inner_training_loop", "_prepare_inputs")
+_AROUND = ("evaluate", "evaluation_loop", "log", "save_model", "train")  # which are the user's to call
 _WHOLE = "and a session has a whole model on every rank."
 _USUAL = {"DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
 _WITHOUT_AN_UPDATE = ("lomo", "adalomo")  # optimizers that update within backward, as galore's layer by layer do
@@ -104,12 +105,8 @@ def _refusals(trainer: Any) -> Iterator[str]:
     theirs = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
     if theirs and "SFTTrainer" not in theirs:
         yield f"of TRL's trainers SFTTrainer can be attached. {theirs[0]} holds more than one model and its loss."
-    for name in _STEPS:
-        owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
-        if owner and owner.__module__.partition(".")[0] not in ("transformers", "trl"):
-            yield (
-                f"{owner.__name__} defines {name}, which no step here calls. Put what it computes into compute_loss."
-            )
+    for name in filter(lambda name: _is_users(trainer, name), _STEPS):
+        yield f"{what} defines {name}, which no step here calls. Put what it computes into compute_loss."
     optim = str(getattr(args.optim, "value", args.optim))
     if trainer.optimizer is None and (optim in _WITHOUT_AN_UPDATE or "layerwise" in optim):
         yield f"optim={optim} updates weights during backward, before gradients are averaged. Use optim=adamw_torch."
@@ -140,6 +137,9 @@ def _take_validation(taking: Taking, trainer: Any) -> None:
         held_out, source = held_out[first], f"eval_dataset[{first!r}]"
         if others:
             taking.leave(f"eval_dataset has {len(others) + 1} sets, of which evaluations see {first!r} alone")
+    if not hasattr(held_out, "__len__"):
+        taking.leave(f"{source}, which can only be iterated: name eval_data=, with numbered samples")
+        return
     loader = unprepared(trainer.get_eval_dataloader(held_out))
     taking.part("eval_data", loader, length_of(held_out), source)
     if trainer.compute_metrics is None:
@@ -158,14 +158,14 @@ def _take_update(taking: Taking, trainer: Any, loader: Any, ranks: int) -> None:
     forget_scheduler(trainer)
     optimizer = trainer.create_optimizer()
     optim = getattr(args.optim, "value", args.optim)
-    source = "optimizers" if given else f"optim={optim}, weight_decay={args.weight_decay:g}"
+    source = "trainer.optimizer" if given else f"optim={optim}, weight_decay={args.weight_decay:g}"
     kind, steps = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)), _steps(args, loader, ranks)
     scheduler = unprepared(trainer.lr_scheduler)
     if scheduler is None and kind in ("reduce_lr_on_plateau", "greedy"):
         taking.leave(f"lr_scheduler_type={kind}, which waits for a metric: the rate stays as it is")
     elif scheduler is None and kind != "constant":
         scheduler = trainer.create_scheduler(num_training_steps=steps)
-    taking.optimizer(optimizer, source, "optimizers" if given else "learning_rate")
+    taking.optimizer(optimizer, source, "trainer.optimizer" if given else "learning_rate")
     if scheduler is None:
         taking.constant_rate(f"lr_scheduler_type={kind}")
     else:
@@ -233,10 +233,14 @@ def _not_kept(trainer: Any) -> Iterator[str]:
         every = int(args.eval_steps) if strategy == "steps" and args.eval_steps >= 1 else 0
         regularly = f", or regularly with %hvd_set eval_every={every}" * bool(every)
         yield f"eval_strategy={strategy}: evaluate with %hvd_eval{regularly}"
+    if called := [name for name in _AROUND if _is_users(trainer, name)]:
+        yield f"methods of {type(trainer).__name__} that no step here calls: {', '.join(called)}"
     code = getattr(type(trainer).compute_loss, "__code__", None)
-    if code is not None and {"state", "control"} & set(code.co_names) and not _is_theirs(type(trainer).compute_loss):
+    if _is_users(trainer, "compute_loss") and code is not None and {"state", "control"} & set(code.co_names):
         yield "trainer.state and trainer.control, which compute_loss asks: global_step and epoch stay at 0"
 
 
-def _is_theirs(function: Any) -> bool:
-    return str(function.__module__).partition(".")[0] in ("transformers", "trl")
+def _is_users(trainer: Any, name: str) -> bool:
+    """Return whether a class of the user's own defines this method."""
+    owner = next((kind for kind in type(trainer).__mro__ if name in vars(kind)), None)
+    return owner is not None and owner.__module__.partition(".")[0] not in ("transformers", "trl")
