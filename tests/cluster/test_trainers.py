@@ -21,6 +21,12 @@ pytestmark = pytest.mark.cluster
 CELL = TEXT + PAIRS
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which these trainers make one of their own."""
+    monkeypatch.chdir(tmp_path)
+
+
 def attached(session: Session, code: str, cell: str = CELL, **beside: str) -> Session:
     """Attach what this code makes on the ranks."""
     session.run(f"{cell}\ntrainer = {code}")
@@ -41,11 +47,8 @@ def same_weights(session: Session, plain: torch.nn.Module) -> list[str]:
     return sorted({name for ours in found for name, param in ours.items() if not torch.equal(param, named[name])})
 
 
-def test_tokens_are_averaged_over_all_ranks_as_in_one_process_with_as_many_micro_batches(
-    two_ranks: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_averaged_over_all_ranks_as_in_one_process_with_as_many_micro_batches(two_ranks: Session) -> None:
     """Their numbers differ from rank to rank: 3 to 9 of each row count."""
-    monkeypatch.chdir(tmp_path)
     plain = eval("trained_by(gradient_accumulation_steps=2)", made(CELL))
     plain.train()
     attached(two_ranks, "trained_by()")
@@ -237,11 +240,8 @@ loader = DataLoader(pairs, batch_size=4)
 """
 
 
-def test_a_lightning_module_trains_as_in_one_process_with_as_many_micro_batches(
-    two_ranks: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lightning_module_trains_as_in_one_process_with_as_many_micro_batches(two_ranks: Session) -> None:
     pytest.importorskip("lightning", reason="make test installs it")
-    monkeypatch.chdir(tmp_path)
     plain = made(LIGHTNING)
     plain["fitted"](accumulate_grad_batches=2).fit(plain["module"], plain["loader"])
     two_ranks.run(f"{LIGHTNING}\ntrainer = fitted()")
@@ -264,11 +264,8 @@ def test_lightning_takes_a_rank_for_an_ordinary_process(two_ranks: Session) -> N
 
 
 @pytest.mark.full
-def test_trls_trainer_averages_tokens_over_all_ranks(
-    two_ranks: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trls_trainer_averages_tokens_over_all_ranks(two_ranks: Session) -> None:
     trl = pytest.importorskip("tests.unit.test_trainers_trl", reason="make test-full installs TRL")
-    monkeypatch.chdir(tmp_path)
     plain = eval("trained_by(gradient_accumulation_steps=2)", made(trl.CELL))
     plain.train()
     attached(two_ranks, "trained_by()", trl.CELL)
