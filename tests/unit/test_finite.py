@@ -39,6 +39,13 @@ def test_only_what_is_not_finite_is_found(dtype: torch.dtype, bad: float) -> Non
         assert not is_bad(found), "it is of the step before"
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_no_fault_of_the_gradients(bad: float) -> None:
+    found, params = check(torch.ones(2), torch.ones(2, dtype=torch.complex64))
+    assert found.nonfinite(torch.tensor(bad), None).item() == 1
+    assert found.failure(0, params, Parts(torch.nn.Linear(1, 1), lambda model, batch: None)) is None
+
+
 def test_gradients_keep_their_bits_when_they_are_looked_at() -> None:
     gradient = torch.tensor([-0.0, 1e-42, -3.4e38, math.nan, math.inf])
     before = gradient.clone()

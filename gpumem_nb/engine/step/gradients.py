@@ -47,17 +47,18 @@ class FiniteCheck:
             note_nonfinite(there, self._found, self._one)
         except RuntimeError:  # not for this type or layout, or on another device
             for gradient in there:
-                self._found += (~torch.isfinite(values_of(gradient)).all()).to(self._found.device)
+                self._found.logical_or_((~torch.isfinite(values_of(gradient))).any().to(self._found.device))
 
     def nonfinite(self, loss: Tensor, scaler: GradScaler | None) -> Tensor:
-        """Return whether the loss or a gradient is not finite, as a tensor on the device, without waiting for it.
+        """Return whether the loss or a gradient is not finite (1, else 0), on the device, without waiting for it.
 
         Gradients of a loss that a ``scaler`` has scaled may overflow: it skips their updates and halves its scale. Once
         that is below 1 it is not the scale that makes them infinite.
         """
         if scaler:
             self._found *= scaler.scale(torch.ones_like(self._found)) < 1
-        return ~torch.isfinite(loss) | (self._found.to(loss.device) > 0)
+        self.look([loss])
+        return self._found
 
     def failure(self, rank: int, params: Iterable[Tensor], parts: Parts) -> Failure | None:
         """Return this rank's failure because of its gradients; ``None`` if all are finite. Waits for the device.

@@ -57,7 +57,7 @@ class Reachable:
 
     Attributes:
         places: where values may be bound anew, or be added: those of which many are ``alike``, and all the others.
-        buffers, weights, children: the dicts in which modules keep those.
+        buffers, weights, children: the dicts in which modules keep those; of buffers, the ones with any.
         hooks: those in which modules keep what is called around their forward and backward.
         held, empty: of the dicts of buffers, weights and children those with something in them, and those without.
         linking, unhooked: those of children and hooks in which something is found; dicts of hooks without any.
@@ -88,6 +88,7 @@ class Reachable:
         """Tell apart what is read in the same way in each step; most modules keep nothing in most of their dicts."""
         in_modules: list[dict[str, Any]] = [*self.buffers, *self.weights, *self.children]
         self.held, self.empty = [one for one in in_modules if one], [one for one in in_modules if not one]
+        self.buffers = [one for one in self.buffers if one]
         linking = [*self.children, *self.hooks]
         self.linking, self.unhooked = [one for one in linking if one], [one for one in self.hooks if not one]
         grouped: dict[Any, list[Names]] = defaultdict(list)
