@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from gpumem_nb.internals.torch_internals import address
 from gpumem_nb.memory import cuda
 from gpumem_nb.memory.cuda import CudaDevice
+from gpumem_nb.memory.tensors import storage_of, tensors_of_this_process
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 
 MIB = 2**20
@@ -95,6 +97,36 @@ class Driver:
             "reserved_bytes": stat(now.reserved_bytes, now.reserved_peak_bytes),
             "inactive_split_bytes": stat(split, split),
         }
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        """Return the segments as torch does, as far as that is asked for; blocks of no tensor ask for what is left."""
+        log = self.gpu.event_log()
+        layout = log.begin([]).layout
+        log.end()
+        storages = [storage for tensor in tensors_of_this_process() if (storage := storage_of(tensor)) is not None]
+        held = {self.gpu._library.gpumem_allocation(address(storage)): storage for storage in storages}
+        segments: list[dict[str, Any]] = []
+        left = self.gpu.reading().live_bytes
+        for place, (size, serves, kind) in enumerate(layout.tolist()):
+            if kind & 4:
+                kinds = {"segment_type": "small" if kind & 1 else "large", "stream": 0, "segment_pool_id": (0, 0)}
+                segments.append({"device": 0, "address": -place, "blocks": [], **kinds})
+            block: dict[str, Any] = {"size": size, "address": -place, "state": "inactive", "requested_size": 0}
+            if serves:
+                storage = held.get(serves)
+                asked_for = min(size, left) if storage is None else storage.nbytes()
+                at = -place if storage is None else storage.data_ptr()
+                block |= {"state": "active_allocated", "requested_size": asked_for, "address": at}
+                left -= asked_for
+            segments[-1]["blocks"].append(block)
+        unknown = [one for segment in segments for one in segment["blocks"] if one["requested_size"] == one["size"]]
+        if left and unknown:
+            unknown[-1]["requested_size"] += left
+        return list(reversed(segments))
+
+    def current_stream(self, device: object) -> SimpleNamespace:
+        """Return the default one."""
+        return SimpleNamespace(cuda_stream=0)
 
     def memory_reserved(self, device: object) -> int:
         """Return what the allocator holds."""

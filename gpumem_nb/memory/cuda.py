@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import psutil
 import pynvml
 import torch
@@ -22,7 +23,7 @@ from ..shared.messages import DeviceUse, Reading
 from ..shared.readings import METRICS
 from ..shared.state_file import why_kept
 from ..shared.units import format_bytes
-from .ledger.events import TensorLog
+from .ledger.events import Lying, TensorLog, new_number
 from .tensors import storage_of
 from .virtual_gpu.build import build
 
@@ -236,17 +237,55 @@ class CudaDevice:
 
     def event_log(self) -> TensorLog:
         """Return the tensors that come and go; memory inside operators is not seen."""
-        return TensorLog(self.torch_device, self._requested, self.allocator)
+        return TensorLog(self.torch_device, self._requested, self.allocator, self._lying)
 
     def _requested(self) -> tuple[int, int]:
         """Live bytes and their peak before the allocator rounds them up, which a large tensor's can be by 1 MiB."""
         requested = _asked_for(torch.cuda.memory_stats_as_nested_dict(self.torch_device))
         return requested["current"], requested["peak"]
 
+    def _lying(self) -> Lying | None:
+        """Return where everything lies now; ``None`` where torch does not say it as it is understood here."""
+        with suppress(LookupError, TypeError, RuntimeError):  # torch calls what a snapshot holds internal
+            stream = torch.cuda.current_stream(self.torch_device).cuda_stream
+            place = self.torch_device.index or 0, stream
+            return lying_in(torch.cuda.memory_snapshot(), *place, self._requested()[0])
+        return None
+
     def _allow(self, limit: int) -> None:
         # torch rounds the product down: half a byte more keeps it from ending one byte, and so one segment, short.
         self._is_told = True
         torch.cuda.set_per_process_memory_fraction(min(1.0, (limit + 0.5) / self._total), self.torch_device)
+
+
+_STATES = {"active_allocated": True, "active_pending_free": True, "inactive": False}  # of blocks: whether in use
+_SMALL, _BEGINS = 1, 4  # of a layout: kSmall and kBegins of virtual_gpu/caching_model.h
+
+
+def lying_in(segments: Iterable[Mapping[str, Any]], index: int, stream: int, requested: int) -> Lying | None:
+    """Return where everything lies on a GPU, from torch's snapshot of its allocator.
+
+    What is free in segments of other streams, or of pools of their own, counts as in use: the tensors of a step on this
+    ``stream`` cannot come to lie there. ``None`` for segments that expand, which are modelled otherwise, and
+    where tensors did not ask for as many bytes in all as torch counts, ``requested``.
+    """
+    rows, numbers, asked_for = list[tuple[int, int, int]](), dict[int, int](), 0
+    for segment in sorted((one for one in segments if one["device"] == index), key=lambda one: one["address"]):
+        if segment.get("is_expandable"):
+            return None
+        usual = segment["stream"] == stream and not any(segment.get("segment_pool_id", ()))
+        kind, address = (_SMALL if segment["segment_type"] == "small" else 0) | _BEGINS, segment["address"]
+        for block in segment["blocks"]:
+            in_use = _STATES[block["state"]]
+            number = new_number() if in_use or not usual else 0
+            if in_use:
+                numbers[block.get("address", address)] = number
+                asked_for += block["requested_size"]
+            rows.append((block["size"], number, kind))
+            kind, address = kind & ~_BEGINS, address + block["size"]
+    if asked_for != requested:
+        return None
+    return Lying(np.array(rows, dtype=np.int64).reshape(-1, 3), numbers)
 
 
 def _asked_for(stats: Mapping[str, Any]) -> Mapping[str, int]:

@@ -15,8 +15,11 @@ import pytest
 import torch
 
 from gpumem_nb.memory import cuda, device
+from gpumem_nb.memory.cuda import lying_in
 from gpumem_nb.memory.device import open_device
+from gpumem_nb.memory.ledger.events import TensorLog
 from gpumem_nb.shared import gpus
+from gpumem_nb.shared.allocator_settings import DEFAULT
 from gpumem_nb.shared.errors import InvalidInput, SetupError
 
 from .fake_nvml import GIB, MIB, FakeNvml, Gpu, lost
@@ -36,6 +39,7 @@ class Driver:
         self.emptied = 0
         self.free = 16 * GIB
         self.history: list[tuple[Any, ...]] = []
+        self.snapshot = dict(SNAPSHOT)
         self.live, self.requested, self.reserved = 300 * MIB, 299 * MIB, 400 * MIB
 
     def memory_stats(self, device: int) -> dict[str, Any]:
@@ -67,6 +71,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "init": lambda: None,
         "is_initialized": lambda: True,
         "_lazy_init": lambda: None,
+        "current_stream": lambda device: SimpleNamespace(cuda_stream=0),
         "get_device_properties": lambda device: driver.properties if device.index == 1 else None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -79,7 +84,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "_cuda_emptyCache": driver.empty_cache,
         "_cuda_setMemoryFraction": lambda fraction, index: driver.fractions.append((fraction, index)),
         "_cuda_record_memory_history": lambda *arguments: driver.history.append(arguments),
-        "_cuda_memorySnapshot": lambda pool: SNAPSHOT,
+        "_cuda_memorySnapshot": lambda *pool: driver.snapshot,
     }.items():
         monkeypatch.setattr(torch._C, name, stand_in, raising=False)
     return driver
@@ -214,3 +219,60 @@ def test_a_snapshot_that_cannot_be_written_says_what_to_do(driver: Driver, tmp_p
     with pytest.raises(InvalidInput, match="already exists and is not a snapshot of memory"):
         cuda.write_snapshot(str(tmp_path / "work.ipynb"))
     assert (tmp_path / "work.ipynb").read_text() == "{}"
+
+
+def block(size: int, requested: int = 0, state: str = "active_allocated", address: int = 0) -> dict[str, Any]:
+    """As torch.cuda.memory_snapshot has it."""
+    return {"size": size, "requested_size": requested, "state": state, "address": address}
+
+
+def segment(address: int, *blocks: dict[str, Any], **other: Any) -> dict[str, Any]:
+    kinds = {"device": 1, "segment_type": "large", "stream": 0, "segment_pool_id": (0, 0), "is_expandable": False}
+    return {"address": address, "blocks": list(blocks), **kinds, **other}
+
+
+def test_where_everything_lies_is_that_of_torchs_snapshot() -> None:
+    weight, small = torch.ones(1000), torch.ones(4)
+    at, small_at = weight.untyped_storage().data_ptr(), small.untyped_storage().data_ptr()
+    segments = [
+        segment(9000, block(4096, 4000, address=at), block(20 * MIB - 4096, state="inactive")),
+        segment(100, block(512, 16, address=small_at), block(2 * MIB - 512, state="inactive"), segment_type="small"),
+        segment(50, block(2 * MIB, 5), device=0),
+        segment(10_000, block(512, 300), block(2 * MIB - 512, state="inactive"), stream=7),
+        segment(20_000, block(1024, 900, state="active_pending_free")),
+    ]
+    found = lying_in(segments, 1, 0, 5216)
+    assert found is not None
+    in_order = [(row[0], row[1] > 0, row[2]) for row in found.layout.tolist()]
+    assert in_order == [
+        (512, True, 5),
+        (2 * MIB - 512, False, 1),
+        (4096, True, 4),
+        (20 * MIB - 4096, False, 0),
+        (512, True, 4),
+        (2 * MIB - 512, True, 0),  # of another stream
+        (1024, True, 4),
+    ]
+    log = TensorLog(torch.device("cpu"), lambda: (5216, 5216), DEFAULT, lambda: found)
+    base = log.begin([])
+    assert base.layout is found.layout
+    assert [log.allocation(one) for one in (small, weight)] == [found.layout[0, 1], found.layout[2, 1]]
+    assert log.allocation(weight) == found.layout[2, 1], "as before"
+    other = torch.ones(2)
+    assert log.allocation(other) not in found.layout[:, 1], "it lies elsewhere"
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [segment(0, block(512, 400), is_expandable=True)],
+        [segment(0, block(512, 399))],
+        [segment(0, block(512, 400, state="unheard of"))],
+        [{"device": 1}],
+    ],
+    ids=["segments that expand", "other sums", "another state", "other names"],
+)
+def test_a_snapshot_that_is_not_understood_says_nothing(driver: Driver, segments: Any) -> None:
+    driver.requested = 400
+    driver.snapshot["segments"] = segments
+    assert len(open_device("cuda", 1, None).event_log().begin([]).layout) == 0

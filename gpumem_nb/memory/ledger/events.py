@@ -62,6 +62,19 @@ class Events:
     live_peak_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """Where everything lies in the caching allocator's segments.
+
+    Attributes:
+        layout: as :class:`Base` has it.
+        numbers: of the allocations in it, by the address where each begins.
+    """
+
+    layout: NDArray[np.int64]
+    numbers: dict[int, int]
+
+
 class EventLog(Protocol):
     """The source of a device's events.
 
@@ -97,6 +110,7 @@ class TensorLog:
         device: whose tensors are meant.
         requested: the live bytes that were asked for, now and at their highest since the peak was reset.
         allocator: how the device's caching allocator is set.
+        lying: returns where everything lies now, or ``None`` where that cannot be said.
     """
 
     exact = False
@@ -106,10 +120,13 @@ class TensorLog:
         device: torch.device,
         requested: Callable[[], tuple[int, int]],
         allocator: AllocatorSettings = DEFAULT,
+        lying: Callable[[], Lying | None] = lambda: None,
     ) -> None:
         self._device = device
         self._requested = requested
         self._allocator = allocator
+        self._lying = lying
+        self._at: dict[int, int] = {}  # allocations from before that were not met yet, by address
         self._known: dict[int, Known] = {}
         self._rows: list[tuple[int, int, int]] = []
         self._params: dict[int, int] = {}
@@ -120,7 +137,11 @@ class TensorLog:
         """Log from now on."""
         self._known, self._rows, self._logging = {}, [], True
         self._params, self._casts = {id(param): index for index, param in enumerate(params)}, {}
-        return Base(self._requested()[0], 0, allocator=self._allocator)
+        lying = self._lying()
+        if lying is None:
+            return Base(self._requested()[0], 0, allocator=self._allocator)
+        self._at = dict(lying.numbers)
+        return Base(self._requested()[0], 0, lying.layout, self._allocator)
 
     def watching(self) -> AbstractContextManager[object]:
         """Shows the log every operator's tensors."""
@@ -155,7 +176,8 @@ class TensorLog:
         known = self._known.get(address(storage))
         if known is None or known() is None:
             known = Known(storage, self._died)
-            known.number, known.nbytes = self._new_number() if new else self._known_before(), storage.nbytes()
+            known.number = self._new_number() if new else self._known_before(storage)
+            known.nbytes = storage.nbytes()
             self._known[address(storage)] = known
             if new:
                 self._note(known.number, known.nbytes)
@@ -167,7 +189,7 @@ class TensorLog:
     def end(self) -> Events:
         """Return what happened since :meth:`begin`."""
         self._logging = False
-        self._known = {}
+        self._known, self._at = {}, {}
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, 3)
         none = np.zeros(len(rows), dtype=np.int64)
         peak = self._requested()[1]
@@ -176,9 +198,9 @@ class TensorLog:
     def _new_number(self) -> int:
         return new_number()
 
-    def _known_before(self) -> int:
+    def _known_before(self, storage: torch.UntypedStorage) -> int:
         """Return the number of what an operator is given and has not been seen before."""
-        return new_number()
+        return (self._at.pop(storage.data_ptr(), 0) if self._at else 0) or new_number()
 
     def _died(self, known: Known) -> None:
         if self._logging:
@@ -327,7 +349,7 @@ class UpdateLog(TensorLog):
     def _new_number(self) -> int:
         return next(self._made)
 
-    def _known_before(self) -> int:
+    def _known_before(self, storage: torch.UntypedStorage) -> int:
         return 0  # of what no real tensor is known for, a release says nothing
 
     def _note(self, number: int, change: int) -> None:
