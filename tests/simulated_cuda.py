@@ -9,6 +9,7 @@ and no second of time is a GPU's.
 
 from __future__ import annotations
 
+import gc
 from optparse import Values
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,11 @@ class Driver:
         log = self.gpu.event_log()
         layout = log.begin([]).layout
         log.end()
+        frozen = gc.get_freeze_count() > 0  # as within a trial; frozen objects are not among those that there are
+        gc.unfreeze()
         storages = [storage for tensor in tensors_of_this_process() if (storage := storage_of(tensor)) is not None]
+        if frozen:
+            gc.freeze()
         held = {self.gpu._library.gpumem_allocation(address(storage)): storage for storage in storages}
         segments: list[dict[str, Any]] = []
         left = self.gpu.reading().live_bytes

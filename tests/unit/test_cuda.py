@@ -260,6 +260,8 @@ def test_where_everything_lies_is_that_of_torchs_snapshot() -> None:
     assert log.allocation(weight) == found.layout[2, 1], "as before"
     other = torch.ones(2)
     assert log.allocation(other) not in found.layout[:, 1], "it lies elsewhere"
+    assert len(log.begin([weight]).layout) == len(in_order)
+    assert len(log.begin([weight, other]).layout) == 0, "a weight that is not there would be counted twice"
 
 
 @pytest.mark.parametrize(

@@ -138,10 +138,15 @@ class TensorLog:
         self._known, self._rows, self._logging = {}, [], True
         self._params, self._casts = {id(param): index for index, param in enumerate(params)}, {}
         lying = self._lying()
-        if lying is None:
+        if lying is None or not all(self._lies_there(param, lying) for param in params):
             return Base(self._requested()[0], 0, allocator=self._allocator)
         self._at = dict(lying.numbers)
         return Base(self._requested()[0], 0, lying.layout, self._allocator)
+
+    def _lies_there(self, tensor: Tensor, lying: Lying) -> bool:
+        """Return whether a tensor is where it should be: what lies elsewhere would be counted a second time."""
+        storage = storage_of(tensor) if tensor.device == self._device else None
+        return storage is None or not storage.nbytes() or storage.data_ptr() in lying.numbers
 
     def watching(self) -> AbstractContextManager[object]:
         """Shows the log every operator's tensors."""
