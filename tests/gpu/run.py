@@ -77,12 +77,14 @@ class Running:
     def __init__(self, part: Part, folder: Path) -> None:
         self.part, self._log = part, folder / f"{part.name}.log"
         self._began_s = time.monotonic()
+        beside = str(Path(part.python).absolute().parent)  # its mpiexec
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [part.python, *part.command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=os.environ | {"PATH": f"{beside}:{os.environ.get('PATH', os.defpath)}"},
                 start_new_session=True,
             )
 
