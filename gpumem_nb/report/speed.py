@@ -98,13 +98,15 @@ def judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:
 def of_first_step(samples: Iterable[Sample]) -> str:
     """Return a sentence on a first step that took noticeably longer, or that is the only one; else empty."""
     done = [sample for sample in samples if sample.done]
-    took_s = max((sample.step_s for sample in done if sample.first), default=None)
-    if took_s is None:
+    firsts, others = ([sample for sample in done if sample.first == first] for first in (True, False))
+    if not firsts:
         return ""
-    others_s = [sample.step_s for sample in done if not sample.first]
-    why = "kernels are loaded and memory is allocated in it"
-    if not others_s:
+    took_s, why = max(sample.step_s for sample in firsts), "kernels are loaded and memory is allocated in it"
+    if not others:
         return f"The first step took {took_s:.1f} s: {why}, so no samples/s follow from it."
+    others_s = [sample.step_s for sample in others if sample.settings_id == firsts[0].settings_id]
+    if not others_s:
+        return ""
     more_s = took_s - statistics.median(others_s)
     if more_s < max(_NOTICEABLE_S, statistics.median(others_s)):
         return ""

@@ -71,6 +71,8 @@ def test_a_first_step_that_took_long_is_told() -> None:
     assert "so no samples/s follow from it" in of_first_step(steps[:1])
     assert not of_first_step(steps[1:])
     assert not of_first_step([sample(step, 0, step_s=0.4, first=step == 1) for step in range(1, 6)])
+    under_others = [sample(step, 0, step_s=0.4, settings_id=2) for step in range(2, 6)]
+    assert not of_first_step([*steps[:1], *under_others]), "which may take less for another reason"
 
 
 def waiting(*shares: float | None, steps: int = FEWEST_STEPS) -> Straggler | None:
