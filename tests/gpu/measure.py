@@ -111,8 +111,9 @@ def parts_of(frame: Any) -> dict[str, float]:
 
 
 def speed(bench: Bench) -> None:
-    """A single rank beside plain torch in the same process, in turns."""
+    """A single rank, with its panel open, beside plain torch in the same process, in turns."""
     with bench.start() as session:
+        session.panel()  # which draws, to no browser
         began = time.monotonic()
         first = session.train(1)
         bench.say("speed", first_step_s=time.monotonic() - began, told=str(first))
