@@ -106,6 +106,7 @@ def of_packed(
             if (lighter := answer.of[one.name].lighter) is not None
         },
         ranks,
+        tuple(one.name for one in gpus if one.estimated),
     )
 
 

@@ -21,6 +21,7 @@ from .prediction import FITS, NO_LIMIT, Prediction
 
 _FIXED, _UNKNOWN = "fixed by the data", "not known"
 _NOTHING = "nothing tried"
+_ESTIMATED = "Memory, or what CUDA takes of it, is an estimate for {}; what that may be wrong by counts in the verdict."
 _HELD = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
 
 
@@ -39,6 +40,7 @@ class ColdPredictions(Report):
             the one that changes least first; or the lightest that was tried, if none does. A GPU is left out where the
             search did not come to its end.
         ranks: how many train together.
+        estimated: GPUs of which memory, or what CUDA takes of it, was not measured.
     """
 
     by_gpu: Mapping[str, Prediction]
@@ -48,6 +50,7 @@ class ColdPredictions(Report):
     notes: Mapping[str, str] = field(default_factory=dict)
     tried: Mapping[str, tuple[Prediction, ...]] = field(default_factory=dict)
     ranks: int = 1
+    estimated: tuple[str, ...] = ()
 
     def __getitem__(self, gpu: str) -> Prediction:
         by_key = {gpu_table.key_of(name): one for name, one in self.by_gpu.items()}
@@ -95,7 +98,8 @@ class ColdPredictions(Report):
             gpus.setdefault(why, []).append(gpu)
         said = [f"{gpu}: {self._instead(gpu)}." for gpu in self.by_gpu if self._is_short(gpu)]
         said += [f"Largest batch of {', '.join(those)} not known: {why}" for why, those in gpus.items()]
-        return said + [f"{why}." for why in self.notes.values()]
+        said += [f"{why}." for why in self.notes.values()]
+        return said + [_ESTIMATED.format(", ".join(self.estimated))] * bool(self.estimated)
 
     def _is_short(self, gpu: str) -> bool:
         return self.by_gpu[gpu].verdict not in (FITS, NO_LIMIT)
