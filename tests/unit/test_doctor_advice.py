@@ -26,6 +26,7 @@ from gpumem_nb.report.bottleneck import Bottleneck
 from gpumem_nb.report.instead import Fit
 from gpumem_nb.report.sync import SyncReport
 from gpumem_nb.shared import categories as c
+from gpumem_nb.shared.allocator_settings import AllocatorSettings
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.questions import ModelFacts, SeenSamples, SyncLook, TensorTotal
 from gpumem_nb.shared.settings import Settings
@@ -126,9 +127,16 @@ def test_samples_that_are_much_larger_are_named_where_a_micro_batch_with_one_may
     assert causes(rescue=rescue, needs=prediction()) == ["does not fit", "long samples"]
 
 
-@pytest.mark.parametrize(("virtual", "said"), [(True, False), (False, True)])
-def test_segments_that_grow_are_advised_where_there_is_an_allocator_to_set(virtual: bool, said: bool) -> None:
-    one = OnRank(info(0, virtual=virtual), rank().samples, reading(limit=LIMIT), None, ModelFacts())
+@pytest.mark.parametrize(
+    ("of_rank", "said"),
+    [
+        ({"virtual": True}, False),
+        ({"virtual": False}, True),
+        ({"virtual": False, "allocator": AllocatorSettings.parse("expandable_segments:True")}, False),
+    ],
+)
+def test_segments_that_grow_are_advised_where_there_is_an_allocator_to_set(of_rank: Any, said: bool) -> None:
+    one = OnRank(info(0, **of_rank), rank().samples, reading(limit=LIMIT), None, ModelFacts())
     pieces = prediction(live=100, reserved=250)
     [found] = findings(evidence(ranks=(one,), needs=pieces))
     assert ("expandable_segments" in found.do) is said

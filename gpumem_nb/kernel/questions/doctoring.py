@@ -159,8 +159,8 @@ class Doctoring(AsksRanks):
             evidence = dataclasses.replace(evidence, instead=self._finding.find(needs, progress))
         if fragmentation(evidence) and not all(rank.virtual for rank in self._ranks):
             with suppress(InvalidInput, WorkloadError):
-                [(_, would)] = self._predicting.allocators([_EXPANDABLE]).others
-                evidence = dataclasses.replace(evidence, expandable=would)
+                for _, would in self._predicting.allocators([_EXPANDABLE]).others:  # none, where it is in use
+                    evidence = dataclasses.replace(evidence, expandable=would)
         if changes := without_checkpointing(evidence):
             progress("all activations kept", 0.35)
             evidence = dataclasses.replace(evidence, all_kept=self._predict(changes, []))

@@ -246,8 +246,8 @@ def fragmentation(evidence: Evidence) -> Finding | None:
 
 
 def _expandable(evidence: Evidence) -> str:
-    """Return what segments that grow would bring; nothing of virtual GPUs, which have no allocator to set."""
-    if all(rank.info.virtual for rank in evidence.ranks):
+    """Return what segments that grow would bring; nothing where they are in use, or there is no allocator to set."""
+    if all(rank.info.virtual or rank.info.allocator.expandable_segments for rank in evidence.ranks):
         return ""
     said = " To have segments that grow, type %env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, then %hvd_restart"
     would = evidence.expandable
