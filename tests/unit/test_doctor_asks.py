@@ -44,6 +44,7 @@ class Session:
         predicts: what is predicted of settings, or raised.
         verdicts: on the time of steps.
         failure: why training stopped by itself.
+        growing: what is predicted of segments that grow, on ranks with GPUs; ``None``: they have virtual ones.
     """
 
     def __init__(self, steps: int = 30, settings: Settings = DEFAULT, rate: float = 50.0) -> None:
@@ -52,6 +53,7 @@ class Session:
         self.predicts: Predict = prediction
         self.verdicts: list[Bottleneck] = []
         self.failure: Exception | None = None
+        self.growing: list[tuple[str, Prediction]] | None = None
         train(self.history, settings, [1.0] * steps, peak=100 * MIB, rates=(rate,))
 
     def flip(self, settings: Settings) -> None:
@@ -87,13 +89,14 @@ class Session:
             largest_batch=lambda changes: 999,
             splits=lambda before, after: Splits(mean=True),
             known_splits=Splits(mean=True),
+            allocators=lambda others: SimpleNamespace(others=self.growing),
             verdicts=lambda: self.verdicts,
             stopped_for=lambda: self.failure,
         )
         self.record = Record()
         self.record.follow(self.history, info(0))
         cluster = SimpleNamespace(
-            ranks=SimpleNamespace(infos=[info(0), info(1)]),
+            ranks=SimpleNamespace(infos=[info(number, virtual=self.growing is None) for number in range(2)]),
             history=self.history,
             training=answers,
             foreground=answers,
@@ -119,6 +122,15 @@ def test_what_was_found_is_kept_with_its_step() -> None:
     [kept] = session.record.answers
     said = "Training waits for data (%hvd_set num_workers=4)."
     assert (kept.who, kept.step, kept.workload, kept.said) == ("doctor", 30, "mine", said)
+
+
+@pytest.mark.parametrize("growing", [None, [], [("expandable_segments:True", prediction(live=110))]])
+def test_where_memory_lies_in_pieces_segments_that_grow_are_predicted_on_gpus(growing: Any) -> None:
+    session = Session()
+    session.growing = growing
+    session.predicts = lambda settings: prediction(settings, live=100, reserved=250)
+    [found] = [one for one in session.examine().findings if one.cause == "fragmentation"]
+    assert ("predicted to reserve 110.0 MiB" in found.do) is bool(growing)
 
 
 def test_time_is_judged_of_steps_since_a_cell_may_have_changed_what_is_trained() -> None:
