@@ -28,6 +28,7 @@ TIMEOUT_S = 5.0  # for a choice of settings; until one fits, it goes on
 _CATEGORIES = 3  # of the peak, the largest, which is looked at for what may be smaller
 # Times as fast as a milder change: turns of a tuner tell 1.02 apart, a single step on trial less.
 _FASTER, _FASTER_ON_TRIAL = 1.02, 1.1
+_FREED = 0.01  # of the fastest's live peak: less is not worth naming
 _MOST_HINTS = 2
 
 
@@ -174,7 +175,8 @@ def instead_of(
     keep = [one for one in alike if changes(failed, one.settings, splits) != CHANGES] or alike
     fastest, timed = _fastest(keep)
     most = min(alike, key=_peak)
-    return replace(found, fastest=fastest, timed=timed, frees_most=most if _peak(most) < _peak(fastest) else None)
+    frees = _peak(most) <= (1 - _FREED) * _peak(fastest)
+    return replace(found, fastest=fastest, timed=timed, frees_most=most if frees else None)
 
 
 def of_tuned(known: Instead, best: Fit, others: Sequence[Fit]) -> Instead:

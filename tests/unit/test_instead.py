@@ -42,6 +42,8 @@ def test_the_fastest_is_named_first_then_what_frees_most_and_why() -> None:
     )
     slower = instead_of(FAILED, 2, [Fit(HALF, 900 * MIB, False, 60.0), Fit(BLOCKS, 400 * MIB, False, 80.0)])
     assert [one.settings for one in slower.offers] == [BLOCKS], "it is the fastest and frees most"
+    alike = instead_of(FAILED, 2, [Fit(HALF, 400 * MIB, False, 90.0), Fit(BLOCKS, 399 * MIB, False, 80.0)])
+    assert [one.settings for one in alike.offers] == [HALF], "it frees as much"
 
 
 @pytest.mark.parametrize(
