@@ -7,9 +7,9 @@ export default {
       el.innerHTML = el.dataset.html;
       if (focused) [...el.querySelectorAll("[data-press]")].find((one) => one.dataset.press === focused)?.focus();
     };
-    const closes = ({ key }) => {
-      const panel = el.closest(".gpumem-panel");
-      const here = document.activeElement === document.body || panel?.contains(document.activeElement);
+    // In the capturing phase, by the target: JupyterLab takes Escape for itself, and the focus out of the panel.
+    const closes = ({ key, target }) => {
+      const here = target === document.body || el.closest(".gpumem-panel")?.contains(target);
       if (key === "Escape" && here) el.querySelector('[data-press="close"]')?.click();
     };
     el.addEventListener("click", ({ target }) => {
@@ -19,8 +19,8 @@ export default {
     el.setAttribute("role", model.get("role"));
     if (model.get("label")) el.setAttribute("aria-label", model.get("label"));
     model.on("change:html", show);
-    document.addEventListener("keydown", closes);
+    document.addEventListener("keydown", closes, true);
     show();
-    return () => document.removeEventListener("keydown", closes);
+    return () => document.removeEventListener("keydown", closes, true);
   },
 };
