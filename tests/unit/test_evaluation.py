@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import time
@@ -202,6 +203,7 @@ def test_peaks_of_an_evaluation_are_its_own(device: Device) -> None:
     def large(model: nn.Module, batch: list[Tensor]) -> float:
         return float(torch.ones(8 * 2**20).sum())
 
+    gc.collect()  # what earlier tests have left in circles is not to go between two steps
     one = trainer(device, samples(5), large)
     before = one.run(Chunk(Settings(batch_size=4), 1, 3)).samples[-1]
     reply = evaluated(one)
