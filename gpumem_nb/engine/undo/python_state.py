@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import is_
 from typing import Any
 
@@ -76,7 +76,9 @@ class PythonSnapshot:
         Raises:
             KeyError: the places must be looked for anew. So do the other errors of ``GONE``.
         """
-        if any(found.empty) or any(found.unhooked):
+        if any(found.empty) or any(found.unhooked) or list(map(len, found.held)) != found.sizes:
+            raise KeyError
+        if list(chain.from_iterable(found.held)) != found.keys:
             raise KeyError
         self._found = found
         self.linked = list(chain.from_iterable(map(dict.values, found.linking)))
@@ -93,7 +95,8 @@ class PythonSnapshot:
             if not SCALARS.issuperset(map(type, elements_of(content))):
                 for name, value in zip(one.names, elements_of(content), strict=False):
                     self._sort(one.key, name, value)
-        self._in_modules = [named.copy() for named in found.held]
+        # In one list: a copy of each dict would be a thing that Python's collector of garbage goes through.
+        self._in_modules: list[Any] = list(chain.from_iterable(named.values() for named in found.held))
         self._arrays = [array.copy() for array in found.arrays]
         self._drawn = list(map(_drawn, found.generators))
 
@@ -120,7 +123,7 @@ class PythonSnapshot:
 
         self._alike = [[mapped(values) for values in columns] for columns in self._alike]
         self._contents = list(map(mapped, self._contents))
-        self._in_modules = list(map(mapped, self._in_modules))
+        self._in_modules = mapped(self._in_modules)
 
     def differing(self, later: PythonSnapshot) -> set[str]:
         """Return the names of what is otherwise by then: plain values, also in containers, buffers, arrays, generators.
@@ -129,9 +132,8 @@ class PythonSnapshot:
         """
         now = dict(later._plain())
         found = {name for (key, name), value in self._plain() if not _is_alike(value, now.get((key, name), value))}
-        held: dict[int, dict[str, Any]] = dict(zip(map(id, later._found.held), later._in_modules, strict=True))
-        held |= {id(named): {} for named in later._found.empty}
-        for named, before in zip(self._found.held, self._in_modules, strict=True):
+        held = {id(named): then for named, then in later._dicts()}
+        for named, before in self._dicts():
             after = held.get(id(named), before)
             found |= {name for name, value in before.items() if not _is_alike(value, after.get(name))}
         if not all(map(_holds_same, self._arrays, later._arrays)):
@@ -154,6 +156,13 @@ class PythonSnapshot:
         for group, columns in zip(self._found.alike, self._alike, strict=True):
             yield from group.of_each(columns)
 
+    def _dicts(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Give all dicts of buffers, weights and children with what was in them."""
+        names, values = iter(self._found.keys), iter(self._in_modules)
+        for named, size in zip(self._found.held, self._found.sizes, strict=True):
+            yield named, dict(zip(islice(names, size), islice(values, size), strict=True))
+        yield from ((named, {}) for named in self._found.empty)
+
     def put_back(self) -> None:
         """Bind every name that is bound to something else as it was, and fill every container that has changed."""
         each(self.parts())
@@ -162,7 +171,7 @@ class PythonSnapshot:
         """Yield what :meth:`put_back` does, one thing after the other."""
         for place, content in self._of_places():
             yield from place.put_back(content)
-        for named, before in chain(zip(self._found.held, self._in_modules, strict=True), _emptied(self._found)):
+        for named, before in self._dicts():
             yield from Items(named, (0, "")).put_back(before)
         yield from map(partial, [np.copyto] * len(self._arrays), self._found.arrays, self._arrays)
         for generator, drawn in zip(self._found.generators, self._drawn, strict=True):
@@ -182,10 +191,6 @@ def each(parts: Iterable[Callable[[], Any]]) -> None:
                 first.add_note(f"besides: {type(error).__name__}: {error}")
     if first is not None:
         raise first
-
-
-def _emptied(found: Reachable) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    return ((named, {}) for named in found.empty)
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:

@@ -11,6 +11,7 @@ import sysconfig
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,7 @@ class Reachable:
         buffers, weights, children: the dicts in which modules keep those; of buffers, the ones with any.
         hooks: those in which modules keep what is called around their forward and backward.
         held, empty: of the dicts of buffers, weights and children those with something in them, and those without.
+        keys, sizes: the names in the dicts that are held, all in a row, and how many there are in each.
         linking, unhooked: those of children and hooks in which something is found; dicts of hooks without any.
         generators: of random numbers, outside the global ones.
         arrays: NumPy's, of those that are small.
@@ -88,6 +90,7 @@ class Reachable:
         """Tell apart what is read in the same way in each step; most modules keep nothing in most of their dicts."""
         in_modules: list[dict[str, Any]] = [*self.buffers, *self.weights, *self.children]
         self.held, self.empty = [one for one in in_modules if one], [one for one in in_modules if not one]
+        self.keys, self.sizes = list(chain.from_iterable(self.held)), list(map(len, self.held))
         self.buffers = [one for one in self.buffers if one]
         linking = [*self.children, *self.hooks]
         self.linking, self.unhooked = [one for one in linking if one], [one for one in self.hooks if not one]
