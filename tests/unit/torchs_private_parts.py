@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
-from gpumem_nb.internals import foreach_internals, torch_internals
+from gpumem_nb.internals import torch_foreach_internals, torch_internals
 from tests.unit.private_parts import checks, must
 
 
@@ -299,12 +299,12 @@ def held_back_hooks() -> None:
 @checks("torch", "torch._foreach_norm")
 def norms() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([float("nan")]), torch.tensor([[3.0, 4.0]]).bfloat16()]
-    values = [norm.item() for norm in foreach_internals.norms_of(tensors)]
+    values = [norm.item() for norm in torch_foreach_internals.norms_of(tensors)]
     must(values[::2] == [5.0, 5.0] and values[1] != values[1], f"the norms are {values}")
     large = [torch.full((16,), 3e4).half(), torch.ones(4, dtype=torch.float64), torch.full((16,), 3e4).half()]
-    values = [round(norm.item()) for norm in foreach_internals.norms_of(large) if norm.isfinite()]
+    values = [round(norm.item()) for norm in torch_foreach_internals.norms_of(large) if norm.isfinite()]
     must(values == [120_000, 2, 120_000], f"the norms are {values}")
-    must(foreach_internals.norms_of([]) == (), "nothing has norms")
+    must(torch_foreach_internals.norms_of([]) == (), "nothing has norms")
 
 
 @checks("torch", "torch._amp_foreach_non_finite_check_and_unscale_")
@@ -313,12 +313,12 @@ def nonfinite() -> None:
     large = torch.full((2, 2), 1e300, dtype=torch.float64)
     tensors = [torch.tensor([-0.0, 1e-42, 3e38]), torch.full((4,), 6e4).half(), large.t()]
     before = [tensor.clone() for tensor in tensors]
-    foreach_internals.note_nonfinite(tensors, found, one)
+    torch_foreach_internals.note_nonfinite(tensors, found, one)
     must(found.item() == 0, "large numbers are taken for infinite ones")
     for bad in (math.nan, math.inf, -math.inf):
-        foreach_internals.note_nonfinite([*tensors, torch.tensor([0.0, bad]).bfloat16()], found.zero_(), one)
+        torch_foreach_internals.note_nonfinite([*tensors, torch.tensor([0.0, bad]).bfloat16()], found.zero_(), one)
         must(found.item() == 1, f"{bad} is not seen")
-    foreach_internals.note_nonfinite(tensors, found, one)
+    torch_foreach_internals.note_nonfinite(tensors, found, one)
     must(found.item() == 1, "what was found is forgotten")
     pairs = list(zip(tensors, before, strict=True))
     same = [torch.equal(now, then) and torch.equal(now.signbit(), then.signbit()) for now, then in pairs]

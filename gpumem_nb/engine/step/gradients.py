@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from ...internals.foreach_internals import norms_of, note_nonfinite
+from ...internals.torch_foreach_internals import norms_of, note_nonfinite
 from ...internals.torch_internals import address, version
 from ...shared.messages import Failure
 from .parts import Parts
