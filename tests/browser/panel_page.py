@@ -57,6 +57,12 @@ class PanelPage:
             self.page.locator(".gpumem-panel .gpumem-show-more").first.click()
             self.page.locator(".gpumem-panel .gpumem-more").first.wait_for()
 
+    def fold(self) -> None:
+        """Show the further knobs no more."""
+        if self.page.locator(".gpumem-panel .gpumem-more").first.is_visible():
+            self.page.locator(".gpumem-panel .gpumem-show-more").first.click()
+            self.page.locator(".gpumem-panel .gpumem-more").first.wait_for(state="hidden")
+
     def ask(self, answer: str) -> None:
         """Press the button of one of the panel's answers, which opens it and asks, or closes it."""
         self.page.locator(".gpumem-answers").get_by_role("button", name=named(answer)).click()

@@ -61,9 +61,7 @@ def leave(panel: PanelPage) -> None:
     for _ in range(3):
         panel.page.keyboard.press("Escape")
     panel.notebook.evaluate(SET_DEFAULTS)
-    more = panel.page.locator(".gpumem-panel .gpumem-show-more").first
-    if panel.page.locator(".gpumem-panel .gpumem-more").first.is_visible():
-        more.click()
+    panel.fold()
     if panel.page.locator(".gpumem-answer-top:visible").count():
         panel.page.locator(".gpumem-close-answer:visible").first.click()
 

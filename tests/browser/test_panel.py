@@ -83,6 +83,7 @@ def test_everything_fits_one_screen_and_nothing_covers_anything(panel: PanelPage
     page = panel.page
     expect(page.locator(".gpumem-panel .gpumem-tiles").get_by_text(" % waiting for rank 1")).to_be_visible()
     before = page.viewport_size
+    panel.fold()
     try:
         page.set_viewport_size({"width": width, "height": 1500})
         if width == 700:
