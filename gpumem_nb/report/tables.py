@@ -34,7 +34,7 @@ _COMMAND_STYLE = "white-space: nowrap"
 
 # A command with its arguments, knobs with their values, and a path: without the full stop or bracket that comes after.
 _PAIR = r"[A-Za-z_]\w*=[^\s;()]*[^\s.,:;()…]"
-_PATH = r"(?<![\w.:/])~?/[\w.+@~-]+(?:/[\w.+@~-]+)*(?<![.])"
+_PATH = r"(?<![\w.:/<])~?/[\w.+@~-]+(?:/[\w.+@~-]+)*(?<![.])"
 _ARGUMENT = rf"(?:{_PAIR}|--?[a-z][\w-]*|\d+|[A-Z]{{2,}}|[\w.~/-]*[\d./-][\w.,~/-]*\w)"
 _COMMAND = re.compile(
     rf"%{{1,2}}(?:hvd_\w+|hvd|env)\b(?: {_ARGUMENT}(?![\w…]))*|(?<![\w.]){_PAIR}(?: {_PAIR})*|{_PATH}"

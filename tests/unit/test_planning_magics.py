@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +133,7 @@ def test_of_what_does_not_fit_predict_says_what_would(session: Any) -> None:
     would = instead_of(too_large.settings, 2, [Fit(half, 100)])
     session.predict = lambda **knobs: prediction() if knobs else too_large
     session.instead = lambda said, progress: replace(said, instead=would)
+    session.telling = lambda progress: nullcontext()
     assert str(_run("hvd_predict")).endswith("Type %hvd_set batch_size=16 accumulation_steps=2")
     session.instead = _pressed
     assert "Type" not in str(_run("hvd_predict", "batch_size=4")), "what fits needs nothing else"
