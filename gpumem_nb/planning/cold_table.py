@@ -21,7 +21,7 @@ from .prediction import FITS, NO_LIMIT, Prediction
 
 _FIXED, _UNKNOWN = "fixed by the data", "not known"
 _NOTHING = "nothing tried"
-_ESTIMATED = "Memory, or what CUDA takes of it, is an estimate for {}; what that may be wrong by counts in the verdict."
+_ESTIMATED = "The memory of {}, or what CUDA takes of it, is an estimate; the verdict allows for its error."
 _HELD = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
 
 

@@ -121,7 +121,7 @@ class Instead:
             if self.frees_most:
                 most = because(self.failed, self.frees_most.settings)
                 said.append(f"{self.named(self.frees_most, now)}, which frees most{most}")
-            return f"{self._how}, {'this' if self._alone else 'these'} {fit}: {'; '.join(said)}."
+            return f"{self._how}, {'these' if self.frees_most else 'this'} {fit}: {'; '.join(said)}."
         if self.barely:
             return f"{self._how}, only this {fit}, barely: {self.named(self.barely, now)}."
         helps = " ".join(filter(None, [BESIDES.get(self.largest, ""), LARGER]))
@@ -143,7 +143,7 @@ class Instead:
             return ", none at this global batch"
         if self._alone:
             return ""
-        return ", the fastest of them at this global batch" if self.timed else ", the mildest change"
+        return ", the fastest at this global batch" if self.timed else ", the mildest change"
 
     def _brings(self, fit: Fit) -> str:
         said = f"live peak {format_bytes(fit.peak_bytes)}"

@@ -122,7 +122,7 @@ def test_one_gpu_is_a_table_in_a_cell_and_says_that_it_has_no_bf16() -> None:
     new = str(table("New", batch_size=1, optimizer="sgd", learning_rate=0.5))
     assert "no bf16" not in new
     assert "estimate" not in new
-    assert "is an estimate for T4-16GB; what that may be wrong by" in str(table("T4-16GB", batch_size=1))
+    assert "The memory of T4-16GB, or what CUDA takes of it, is an estimate" in str(table("T4-16GB", batch_size=1))
     assert new.startswith("Which GPU fits batch_size=1 optimizer=sgd?\n")  # and nothing that memory does not hang on
 
 
