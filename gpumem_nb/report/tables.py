@@ -24,7 +24,7 @@ _TABLE_STYLE = (
 )
 _CAPTION_STYLE = "color: var(--jp-ui-font-color1, inherit); text-align: left; font-weight: 600; padding: 4px 8px"
 _CELL_STYLE = "padding: 2px 8px; border-bottom: 1px solid var(--jp-border-color2, currentColor)"
-_LONG = 32  # characters
+_LONG, _SHORT = 32, 16  # characters
 # Said explicitly, because notebooks have rules of their own: JupyterLab breaks printed words anywhere.
 _WHOLE_WORDS = "word-break: normal; overflow-wrap: normal; hyphens: manual"
 _SCROLLS = f"overflow-x: auto; max-width: 100%; {_WHOLE_WORDS}"
@@ -32,13 +32,11 @@ _NOTE_STYLE = f"color: var(--jp-ui-font-color2, inherit); margin: 4px 8px; {_SCR
 _WORDS_STYLE = f"margin: 0; white-space: pre-wrap; {_SCROLLS}"
 _COMMAND_STYLE = "white-space: nowrap"
 
-# A command with its arguments, knobs with their values, and a path: without the full stop or bracket that comes after.
+# A command with its arguments, a knob with its value, and a path: without the full stop or bracket that comes after.
 _PAIR = r"[A-Za-z_]\w*=[^\s;()]*[^\s.,:;()…]"
 _PATH = r"(?<![\w.:/<])~?/[\w.+@~-]+(?:/[\w.+@~-]+)*(?<![.])"
 _ARGUMENT = rf"(?:{_PAIR}|--?[a-z][\w-]*|\d+|[A-Z]{{2,}}|[\w.~/-]*[\d./-][\w.,~/-]*\w)"
-_COMMAND = re.compile(
-    rf"%{{1,2}}(?:hvd_\w+|hvd|env)\b(?: {_ARGUMENT}(?![\w…]))*|(?<![\w.]){_PAIR}(?: {_PAIR})*|{_PATH}"
-)
+_COMMAND = re.compile(rf"%{{1,2}}(?:hvd_\w+|hvd|env)\b(?: {_ARGUMENT}(?![\w…]))*|(?<![\w.]){_PAIR}|{_PATH}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +90,9 @@ class Table:
     def _cells(self, row: tuple[str, ...], scrolls: bool) -> Iterator[tuple[str, str]]:
         """Yield each cell with its style."""
         for cell, heading in zip(row, self.headings, strict=True):
-            aligned = "left; white-space: pre-line" if heading in self.words else "right; white-space: pre"
-            style = f"text-align: {aligned}; {_CELL_STYLE}"
+            side = "left" if heading in self.words else "right"
+            breaks = "pre-line" if heading in self.words and len(cell) > _SHORT else "pre"
+            style = f"text-align: {side}; white-space: {breaks}; {_CELL_STYLE}"
             if scrolls and len(cell) > _LONG:
                 style += f"; min-width: {_LONG / 2:g}em"  # beside many columns it would become one word wide
             if colour := self.colours.get((heading, cell)):

@@ -45,6 +45,7 @@ def commands(html: str) -> list[str]:
             "%env PYTORCH_CUDA_ALLOC_CONF=a:True,b:1 and %hvd_restart, which",
             ["%env PYTORCH_CUDA_ALLOC_CONF=a:True,b:1", "%hvd_restart"],
         ),
+        ("settings: precision=fp32 batch_size=32", ["precision=fp32", "batch_size=32"]),
         ("checkpointing=blocks fits and keeps the mathematics", ["checkpointing=blocks"]),
         ("Type %hvd_stop to end it; 4 ranks are running", ["%hvd_stop"]),
         ("Written: /home/me/a-b/train.py. Run it.", ["/home/me/a-b/train.py"]),
