@@ -84,6 +84,12 @@ class Rescue:
         return f"{cells}. {self.ways}".strip() if cells else self.ways
 
     @property
+    def reason(self) -> str:
+        """Return the same without what to type, where a button does that."""
+        command = self.instead.command(self._in_force) if self.instead and self.fitting else ""
+        return self.advice.removesuffix(f"Type {command}").rstrip() if command else self.advice
+
+    @property
     def ways(self) -> str:
         """Return which flips would have helped, or that none of those tried would have."""
         if self.goes_on:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 2.0  # the panel mentions an answer that takes longer
 _WORTH_A_WORD = 0.1  # of the peak
 _VERDICTS = {FITS: ("✓", "will-fit"), TIGHT: ("≈", "tight"), DOES_NOT_FIT: ("✗", "too-large")}
-_MATHEMATICS = {KEEPS: "same results", KEEPS_TO_ROUNDING: "same to rounding", CHANGES: "trains otherwise"}
+_MATHEMATICS = {KEEPS: "same results", KEEPS_TO_ROUNDING: "same to rounding", CHANGES: "results differ"}
 _SIGNS = {"trains": "▶", "rests": "❚❚", "waits": "…", "ended": "■"}
 
 
@@ -309,8 +309,8 @@ def rescue(rescue: Rescue | None) -> str:
     shown = f"<p>{facts_said}</p>" if facts_said else ""
     message = "" if failure.kind == "oom" else f"<p>{escape(failure.message)}</p>"
     did = f"<p>The step was discarded on all ranks; {escape(rescue.did)}.</p>" if rescue.did else ""
-    advice = f"<p>{escape(rescue.advice)}</p>" if rescue.advice else ""
-    return f"<div>{_CLOSE}<h4>Step {rescue.step}: {what}</h4>{shown}{message}{did}{advice}</div>"
+    reason = f"<p>{escape(rescue.reason)}</p>" if rescue.reason else ""
+    return f"<div>{_CLOSE}<h4>Step {rescue.step}: {what}</h4>{shown}{message}{did}{reason}</div>"
 
 
 def leak(found: Sequence[Leak]) -> str:

@@ -44,7 +44,7 @@ def test_the_knob_that_has_the_focus_is_explained_and_a_press_flips_it(panel: Pa
         assert isinstance(before, int)
         assert isinstance(said, int)
         expect(row).to_contain_text(f"−{format_bytes(before - said)}")
-        expect(row).to_contain_text("same results" if knob == "checkpointing" else "trains otherwise")
+        expect(row).to_contain_text("same results" if knob == "checkpointing" else "results differ")
         expect_tidy(panel)
         row.get_by_role("button", name="flip").click()
         panel.notebook.until(f"s.settings.{knob} == {value!r}")

@@ -114,7 +114,7 @@ def test_it_asks_for_the_knobs_flips_once_and_again_when_the_model_may_have_chan
     assert "32.0 MiB" in shown
     assert shown.count("± 0") == 2
     assert shown.count("≈ as fast") == 2
-    assert shown.count("trains otherwise") >= 2
+    assert shown.count("results differ") >= 2
     look(tip)
     assert session.asked == OF_PRECISION
     load(session)
@@ -205,7 +205,7 @@ def test_a_setting_that_was_changed_meanwhile_marks_no_flip_as_other_mathematics
     session.set(learning_rate=0.5)
     tip.explain("checkpointing")
     shown = look(tip)
-    assert "trains otherwise" not in shown
+    assert "results differ" not in shown
     assert "same results" in shown
     tip.explain("precision")
     assert look(tip).count("it changes the mathematics (precision)") == 2
