@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING
 
 import ipywidgets
 
+from ..report.tables import words_html
 from ..shared.answers import Progress
 from .controls import NOTHING_LOADED
 from .doctor_view import DoctorView
@@ -49,11 +49,12 @@ class ExportView(SearchView):
         return self._told(self._session.report(_REPORT, progress))
 
     def _told(self, written: object) -> str:
-        """Show all that is said of a file, and return the first line of it."""
-        shown = ipywidgets.HTML(f"<pre>{escape(str(written))}</pre>")
+        """Show what is said of a file after the first line, and return that line."""
+        first, _, more = str(written).partition("\n")
+        shown = ipywidgets.HTML(words_html(more))
         shown.add_class("gpumem-written")
-        self.show([shown])
-        return str(written).splitlines()[0]
+        self.show([shown] if more else [])
+        return first
 
 
 class Answers:
