@@ -14,7 +14,7 @@ from .plain import defining_magic
 from .statements import NOTEBOOK
 
 _DTYPES = {"float32", "float64"}
-_AGAIN = "Train a step first (%hvd_train 1)"
+_AGAIN = "Train a step first (press Play, or %hvd_train 1)"
 
 
 def check(settings: Settings, facts: Facts, own: bool, ddp: bool) -> None:

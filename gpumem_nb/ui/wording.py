@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 2.0  # the panel mentions an answer that takes longer
 _WORTH_A_WORD = 0.1  # of the peak
+_COMES = "…"
 _VERDICTS = {FITS: ("✓", "will-fit"), TIGHT: ("≈", "tight"), DOES_NOT_FIT: ("✗", "too-large")}
 _MATHEMATICS = {KEEPS: "same results", KEEPS_TO_ROUNDING: "same to rounding", CHANGES: "results differ"}
 _SIGNS = {"trains": "▶", "rests": "❚❚", "waits": "…", "ended": "■"}
@@ -101,11 +102,12 @@ def tiles(session: Session, readings: Sequence[Reading | None], time: TimeReport
     speed = tried.samples_per_s if tried else None
     batch = tried.settings.samples_per_rank * session.size if tried else 0
     memory, of = _peak(tried, readings)
+    unknown = "n/a" if tried and tried.steps else _COMES  # with the next step
     steps = f'<i class="gpumem-steps">{session.history.steps:,}</i>'
     return _tiles(
-        (memory, f"peak{escape(of)}"),
-        (f"{format_rate(speed)}", "samples/s, all ranks" if session.size > 1 else "samples/s"),
-        (f"{1000 * batch / speed:.0f} ms" if speed else "n/a", f"step{escape(_waiting(time))}"),
+        (memory if tried and tried.peak_bytes else unknown, f"peak{escape(of)}"),
+        (format_rate(speed) if speed else unknown, "samples/s, all ranks" if session.size > 1 else "samples/s"),
+        (f"{1000 * batch / speed:.0f} ms" if speed else unknown, f"step{escape(_waiting(time))}"),
         (
             "n/a" if tried is None or tried.loss is None else f"{tried.loss:.4f}",
             f"loss, step {steps}{_epochs(session)}",

@@ -131,15 +131,15 @@ def tiles(history: History, readings: Sequence[Reading | None] | None = None) ->
 
 
 def test_a_peak_is_of_steps_that_were_done_of_what_is_loaded_under_these_settings(history: History) -> None:
-    assert "n/a</b><span>peak, of 96.0 MiB" in tiles(history, [reading()])
+    assert "…</b><span>peak, of 96.0 MiB" in tiles(history, [reading()])
     steps(history, [9.0] * 6, live_peak_bytes=48 * MIB)
     assert "48.0 MiB</b><span>peak, 50% of 96.0 MiB" in tiles(history)
     history.begin(2, "mine", NOW.replace(batch_size=64))  # while paused: the device has a peak of its own by then
-    assert "n/a</b><span>peak, of 96.0 MiB" in tiles(history, [reading(13 * MIB)])
+    assert "…</b><span>peak, of 96.0 MiB" in tiles(history, [reading(13 * MIB)])
     steps(history, [9.0], settings_id=2, live_peak_bytes=72 * MIB)
     history.begin(3, "other", NOW)
     history.mark("load", "other")
-    assert "n/a</b><span>peak, of 96.0 MiB" in tiles(history, [reading(72 * MIB)])
+    assert "…</b><span>peak, of 96.0 MiB" in tiles(history, [reading(72 * MIB)])
 
 
 def test_how_long_ranks_wait_and_for_whom_is_told_beside_the_time_of_a_step(history: History) -> None:

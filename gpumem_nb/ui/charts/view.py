@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ...session import Session
 
 _LIMIT_IN_SIGHT = 3  # what is more than so many times the highest bar would flatten it, and is told in words
-_HEADROOM = 1.35  # room above for the numbers of marks
+_HEADROOM = 1.35  # room above for what marks say
+_HEADROOM_OF_WORDS = 1.8  # and for limits that are told in words
 LAST_STEPS = 100
 _GIB, _MIB = 2**30, 2**20
 
@@ -186,7 +187,8 @@ class View:
     def memory_range(self) -> list[float]:
         """Return where the y axis of memory begins and ends, in ``unit``."""
         attempts = [attempt.bytes for attempt in self.attempts]
-        return [0, _HEADROOM * max([self.top, *attempts, *self.limits]) / self.unit_bytes]
+        room = _HEADROOM_OF_WORDS if self.limits_out_of_sight else _HEADROOM
+        return [0, room * max([self.top, *attempts, *self.limits]) / self.unit_bytes]
 
     @property
     def attempts(self) -> list[Attempt]:
