@@ -109,7 +109,7 @@ def tiles(session: Session, readings: Sequence[Reading | None], time: TimeReport
         (format_rate(speed) if speed else unknown, "samples/s, all ranks" if session.size > 1 else "samples/s"),
         (f"{1000 * batch / speed:.0f} ms" if speed else unknown, f"step{escape(_waiting(time))}"),
         (
-            "n/a" if tried is None or tried.loss is None else f"{tried.loss:.4f}",
+            unknown if tried is None or tried.loss is None else f"{tried.loss:.4f}",
             f"loss, step {steps}{_epochs(session)}",
         ),
     )
