@@ -12,8 +12,10 @@ from ..report.runs import Runs
 from ..report.runs.comparing import Comparison
 from ..report.runs.files import ImportedRuns
 from ..shared.answers import Progress
-from ..shared.errors import WorkloadError
+from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.settings import Settings
+
+MOST_STEPS = 10**9
 
 
 class TrainsWorkload:
@@ -53,6 +55,8 @@ class TrainsWorkload:
             WorkloadError: nothing is loaded.
             TrainingFailed: a step could not be done and training paused.
         """
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+            raise InvalidInput(f"{steps!r} steps cannot be trained: write a whole number of at least 1, such as 100.")
         self._life.foreground.check_loaded()
         # What training could not interrupt by itself will not be by a second try.
         with self._life.foreground.interruptible(lambda: not self.waiting_for):

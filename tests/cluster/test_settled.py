@@ -118,7 +118,7 @@ REQUESTS: dict[str, Callable[[Session, Path], object]] = {
     "record_step": lambda session, folder: session.timeline(),
     "save": lambda session, folder: session.save(folder / "a.state"),
     "resume_check": lambda session, folder: session.resume(session.save(folder / "b.state").path),
-    "forecast": lambda session, folder: session.predict(batch_size=8),
+    "forecast": lambda session, folder: session.predict(batch_size=64),  # smaller ones are taken whole
     "set_stall_limit": lambda session, folder: session.set(stall_limit_s=20),
     "run_chunk": lambda session, folder: session.set(batch_size=16),
 }

@@ -110,20 +110,25 @@ class UpdateTimes:
         self._moved_bytes: dict[tuple[object, ...], int] = {}
 
     def note(self, live: LiveModel, steps: Iterable[Sample]) -> None:
-        """Take in steps of training, and how many bytes of weights, gradients and state each update goes through."""
-        usual = (one for one in steps if one.done and not (one.skipped or one.first))
-        if took_s := [one.times[UPDATE] for one in usual if one.times]:
-            kind = _kind(live.settings)
-            self._known.setdefault(kind, deque(maxlen=_UPDATES_KEPT)).extend(took_s)
+        """Take in steps of training, and how many bytes of weights, gradients and state each update goes through.
+
+        Not the first one of a kind, which makes the optimizer's state, and on a GPU loads kernels.
+        """
+        took_s = [one.times[UPDATE] for one in steps if one.done and not one.skipped and one.times]
+        if not took_s:
+            return
+        kind = _kind(live.settings)
+        if kind not in self._known:
+            del took_s[0]
+        known = self._known.setdefault(kind, deque(maxlen=_UPDATES_KEPT))
+        known.extend(took_s)
+        if known:
             self._moved_bytes[kind] = 2 * sum(param.nbytes for param in live.parameters) + _state_bytes(live)
 
     def of(self, settings: Settings) -> float | None:
-        """Return the median of the latest ones of that kind, in seconds; ``None`` where there were none but the first.
-
-        The first one makes the optimizer's state.
-        """
+        """Return the median of the latest ones of that kind, in seconds; ``None`` where there were none but a first."""
         known = self._known.get(_kind(settings), ())
-        return statistics.median(known) if len(known) > 1 else None
+        return statistics.median(known) if known else None
 
     def scaled(self, moved_bytes: int) -> float | None:
         """Return the seconds of an update that goes through so many bytes, from the nearest known one."""
