@@ -16,7 +16,7 @@ class Option:
     Attributes:
         help: one line for people.
         choices: the allowed words; empty for a number.
-        means: what each of these words stands for, in a few words for somebody who meets it for the first time.
+        means: what each of these words does, explained briefly for newcomers.
         parse: turns a number given as text or value into the stored value, or raises ``ValueError``.
         allowed: the allowed values in words, for the error message.
         words: what can be written in place of a number, and the value that is stored for it.

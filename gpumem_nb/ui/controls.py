@@ -142,10 +142,8 @@ class Controls:
 
     def _offer(self, knob: Knob) -> None:
         """Offer the values that go with what is loaded, and the one that is set."""
-        session, name, dropdown = self._session, knob.name, self._widgets[knob.name]
-        now = getattr(session.settings, name)
-        refuses = knob.refuses or (lambda value, workload: "")
-        choices = [choice for choice in knob.choices if choice == now or not refuses(choice, session.workload)]
+        name, dropdown = knob.name, self._widgets[knob.name]
+        choices = knob.offered(getattr(self._session.settings, name), self._session.workload)
         if list(dropdown.options) != choices:
             dropdown.options = choices  # which chooses the first of them; the user did not
             dropdown.value = self._shown(name)

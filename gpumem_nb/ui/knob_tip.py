@@ -38,7 +38,7 @@ class _Answers:
 
 
 class KnobTip:
-    """Explains the knob that has the focus, and asks for one prediction after the other while nobody waits for ranks.
+    """Explains the knob that has the focus, and predicts its flips one by one while no other work waits for the ranks.
 
     A prediction holds until something may have changed the model. After a cell nothing is asked before the next step:
     a question would put modes and gradients back that the next cell may look at.
@@ -132,8 +132,7 @@ class KnobTip:
         session, now, answers, knob = self._session, self._session.settings, self._answers, KNOBS[name]
         present = self._from_here(now)
         flips = {getattr(flip, name): flip for flip in self._flips(name)}
-        refuses = knob.refuses or (lambda value, workload: "")
-        values = [one for one in knob.choices if one == getattr(now, name) or not refuses(one, session.workload)]
+        values = knob.offered(getattr(now, name), session.workload)
         rows = []
         for value in values or sorted({getattr(now, name), *flips}, key=lambda one: (one is None, one)):
             text, means = knob.text(value), knob.means.get(value, "")

@@ -156,7 +156,7 @@ class ModuleMetric:
         self._takes = _batch_and_places(module.validation_step)
 
     def __call__(self, model: Any, batch: Any) -> Mapping[str, Any]:
-        """Return what it logs of one micro-batch; raises ``WorkloadError`` where that is no number of the batch."""
+        """Return what the module logs for one micro-batch; raises ``WorkloadError`` if that is no number per batch."""
         logged: dict[str, Any] = {}
 
         def log(name: str, value: Any) -> None:

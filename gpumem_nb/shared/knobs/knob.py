@@ -132,6 +132,10 @@ class Knob(Option):
         value = _tuples(value)
         return self.retired.get(value, value)
 
+    def offered(self, now: Any, workload: WorkloadInfo | None) -> list[str]:
+        """Return the choices that can be used with what is loaded, and the one that is set now."""
+        return [one for one in self.choices if one == now or not (self.refuses and self.refuses(one, workload))]
+
     def mark(self, value: Any) -> str:
         """Return a value in a few letters."""
         before = f"{self.name.replace('_', ' ')} " if self.short is None else self.short

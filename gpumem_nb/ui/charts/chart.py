@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..series import Array
 from .view import View
 
@@ -173,6 +175,24 @@ class Label:
     words: str
     value: float
     colour: str
+
+
+def largest_parts(
+    heights: Array, sizes: Sequence[float], words: Sequence[str], colours: Sequence[str], least: float = 0.0
+) -> list[Label]:
+    """Return labels of the largest parts of a stack.
+
+    Args:
+        heights: of the parts where the stack ends, from the bottom up.
+        sizes: by which they are compared; only what is larger than ``least`` gets a label.
+        words, colours: of each part.
+    """
+    middles = np.cumsum(heights) - heights / 2
+    ordered = sorted(range(len(sizes)), key=lambda place: -sizes[place])[:_NAMED]
+    return [Label(words[place], float(middles[place]), colours[place]) for place in ordered if sizes[place] > least]
+
+
+_NAMED = 3
 
 
 def beside(labels: Sequence[Label], axes: Axes, y_range: Sequence[float], height_px: float) -> list[dict[str, Any]]:

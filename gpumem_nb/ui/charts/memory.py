@@ -17,7 +17,7 @@ from ...shared.categories import CATEGORIES
 from ...shared.units import format_bytes
 from ..series import Array, Peak, shown
 from ..style import GREY, LOOKS, UNKNOWN, VERMILION
-from .chart import Axes, Chart, Drawn, Label, Place, beside, straight_line
+from .chart import Axes, Chart, Drawn, Label, Place, beside, largest_parts, straight_line
 from .view import View
 
 _READINGS = ("live_bytes", "device_used_bytes", "limit_bytes")  # in the order of their traces, after reserved bytes
@@ -159,9 +159,6 @@ def _draw_peaks(view: View, axes: Axes) -> Drawn:
     return Drawn([*bands, *lines, attempts], view.memory_range, shapes=limits, annotations=[*notes, *names])
 
 
-_NAMED = 3  # categories
-
-
 def _names(view: View) -> list[Label]:
     """Return the names of the largest categories of the latest step, and that of the limits, with their sizes."""
     limits = [
@@ -170,13 +167,8 @@ def _names(view: View) -> list[Label]:
     if not view.bands.step.size:
         return limits
     latest = view.bands.live[:, -1] / view.unit_bytes
-    middles = np.cumsum(latest) - latest / 2
-    largest = sorted(range(len(latest)), key=lambda place: -latest[place])[:_NAMED]
-    return limits + [
-        Label(f"{CATEGORIES[place]} {latest[place]:.3g}", float(middles[place]), LOOKS[CATEGORIES[place]].colour)
-        for place in largest
-        if latest[place] > 0
-    ]
+    words = [f"{name} {size:.3g}" for name, size in zip(CATEGORIES, latest, strict=True)]
+    return limits + largest_parts(latest, latest.tolist(), words, [LOOKS[name].colour for name in CATEGORIES])
 
 
 PEAK_OF_STEPS = Chart(

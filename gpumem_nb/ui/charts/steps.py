@@ -12,7 +12,7 @@ from plotly import graph_objects as go
 from ...shared.step_times import PARTS, UNKNOWN
 from ..series import MOST_POINTS, Array
 from ..style import BLUE, GREEN, GREY, ORANGE, SKY, TIME_COLOURS
-from .chart import Axes, Chart, Drawn, Label, Place, beside
+from .chart import Axes, Chart, Drawn, Label, Place, beside, largest_parts
 from .view import View
 
 
@@ -81,8 +81,8 @@ SPEED = Chart(
 )
 
 
-_NAMED = 3  # parts of a step
 _ROOM = 1.1  # above the longest step
+_WORTH_A_NAME = 0.005  # of a step: less would be 0 %
 
 
 def _draw_times(view: View, axes: Axes) -> Drawn:
@@ -90,27 +90,19 @@ def _draw_times(view: View, axes: Axes) -> Drawn:
     if not bands.size:
         return Drawn([([], []) for _ in PARTS])
     drawn = [view.shown(1000 * band) for band in bands]
-    tops = np.cumsum(np.nan_to_num([band[-1] for band in drawn]))
     longest = float(np.nan_to_num(np.sum(drawn, axis=0)).max(initial=0.0))
     y_range = [0.0, _ROOM * longest or 1.0]
     points = [(view.series.step, band) for band in drawn]
-    return Drawn(points, y_range, annotations=beside(_largest_parts(view, tops), axes, y_range, STEP_TIME.height_px))
+    names = _names(view, np.nan_to_num([band[-1] for band in drawn]))
+    return Drawn(points, y_range, annotations=beside(names, axes, y_range, STEP_TIME.height_px))
 
 
-def _largest_parts(view: View, tops: Array) -> list[Label]:
-    """Return the names of the parts that a step takes longest for, with their shares; ``tops`` of the last one."""
-    if view.time is None:
-        return []
-    shares = sorted(((view.time.share(part), place) for place, part in enumerate(PARTS)), reverse=True)[:_NAMED]
-    middles = (tops + np.concatenate([[0.0], tops[:-1]])) / 2
-    return [
-        Label(f"{PARTS[place]} {100 * share:.0f} %", float(middles[place]), TIME_COLOURS[PARTS[place]])
-        for share, place in shares
-        if share >= _WORTH_A_NAME
-    ]
+def _names(view: View, latest: Array) -> list[Label]:
+    """Return the names of the parts that a step takes longest for, with their shares; ``latest``: of the last step."""
+    shares = [view.time.share(part) for part in PARTS] if view.time else []
+    words = [f"{part} {100 * share:.0f} %" for part, share in zip(PARTS, shares, strict=bool(shares))]
+    return largest_parts(latest, shares, words, [TIME_COLOURS[part] for part in PARTS], _WORTH_A_NAME)
 
-
-_WORTH_A_NAME = 0.005  # of a step: less would be 0 %
 
 STEP_TIME = Chart(
     title=lambda view: "Step, ms",
