@@ -91,7 +91,7 @@ def _far_limits(view: View, axes: Axes) -> list[dict[str, Any]]:
         f"{format_bytes(limit)}<br>(drawn to {view.top / limit:.0%})" for limit in view.limits_out_of_sight
     )
     place = {"showarrow": False, "x": 1, "y": 1, "xanchor": "right", "yanchor": "top"}
-    note = {"text": f"limit ↑ {text}", "xref": f"{axes.x} domain", "yref": f"{axes.y} domain", **place}
+    note = {"text": f"limit ↑<br>{text}", "xref": f"{axes.x} domain", "yref": f"{axes.y} domain", **place}
     return [note] if text else []
 
 
