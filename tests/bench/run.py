@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from gpumem_nb.shared.processes import cores
-from tests.bench import autotune, figures, plain, tuning
+from tests.bench import autotune, figures, many_ranks, plain, tuning
 from tests.bench.figures import Figure, say
 from tests.bench.sides import Notebook
 
@@ -39,6 +39,8 @@ def main() -> int:
     load = os.getloadavg()[0]  # of others: nothing of ours runs yet
     measured = measure(rounds, slot_s)
     if not args.quick:  # half an hour
+        say("the panel with many ranks")
+        measured += many_ranks.figures(minutes=3)
         say("the tuner against exhaustive grids")
         measured += tuning.figures()
     text = report(measured, load)
