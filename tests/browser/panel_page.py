@@ -107,6 +107,14 @@ class PanelPage:
             control.fill(value)
             control.press("Enter")
 
+    def insist(self, knob: str, value: str) -> None:
+        """Choose a value that may be known not to fit, which the panel says once, and choose it again."""
+        self.choose(knob, value)
+        warned = self.error(knob).filter(has_text="Choose it again")
+        expect(self.alert.filter(has_text="out of memory").or_(warned)).to_be_visible()
+        if warned.is_visible():
+            self.choose(knob, value)
+
     def control(self, knob: str) -> Locator:
         """The control of a knob; one that is folded away is unfolded before."""
         control = self.page.locator(f".gpumem-panel .gpumem-knob-{knob}").locator("select, input").first

@@ -275,7 +275,7 @@ def test_out_of_memory_is_explained_survived_and_taken_back(panel: PanelPage) ->
     panel.notebook.evaluate(SET_DEFAULTS)
     panel.play()
     panel.wait_for_steps(2)
-    panel.choose("batch_size", "300")
+    panel.insist("batch_size", "300")
     expect(panel.alert).to_contain_text("ran out of memory")
     expect(panel.alert).to_contain_text("went back to batch_size=32")
     expect(panel.control("batch_size")).to_have_value("32")
@@ -288,7 +288,7 @@ def test_out_of_memory_is_explained_survived_and_taken_back(panel: PanelPage) ->
     panel.notebook.evaluate(SET_DEFAULTS)
     expect(panel.control("batch_size")).to_have_value("32")  # what comes while one types takes the place of that
     panel.wait_for_steps(2)
-    panel.choose("batch_size", "300")
+    panel.insist("batch_size", "300")
     expect(panel.alert).to_contain_text("would have fit")
     until(lambda: [attempt > LIMIT_MIB for attempt in panel.attempts()] == [True], panel.attempts)
     panel.page.keyboard.press("Escape")
