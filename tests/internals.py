@@ -165,9 +165,14 @@ def latest_snapshot_expression(session: str) -> str:
 # What is under way ----------------------------------------------------------------------------------------------------
 
 
+def ranks_have_requests(session: Session) -> bool:
+    """Whether a rank has not answered something, be it in the background."""
+    return any(call.pending() for call in list(session._life.ranks._calls))
+
+
 def somebody_waits_for_ranks(session: Session) -> bool:
     """Whether a rank has a request of somebody who waits for its answer."""
-    return session._life.foreground.busy and any(call.pending() for call in list(session._life.ranks._calls))
+    return session._life.foreground.busy and ranks_have_requests(session)
 
 
 def printed_so_far(session: Session) -> str:

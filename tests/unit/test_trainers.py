@@ -98,9 +98,9 @@ def test_it_trains_as_the_trainer_does_bit_for_bit(cell: dict[str, Any], what: s
 
 def test_clipping_is_that_of_the_trainer_to_rounding(cell: dict[str, Any]) -> None:
     """Its norm adds up weights in the model's order, and ours in the optimizer's."""
-    plain = of(cell, "trained_by(max_grad_norm=0.5)")
+    plain = of(cell, "trained_by(max_grad_norm=0.5, optim='sgd')")
     plain.train()
-    ours = alone({"trainer": of(cell, "trained_by(max_grad_norm=0.5)")}, 6)
+    ours = alone({"trainer": of(cell, "trained_by(max_grad_norm=0.5, optim='sgd')")}, 6)
     assert ours.trainer.live.settings.clip_norm == 0.5
     torch.testing.assert_close(dict(ours.model.named_parameters()), dict(plain.model.named_parameters()))
 
