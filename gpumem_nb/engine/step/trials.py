@@ -108,6 +108,7 @@ class UpdateTimes:
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], deque[float]] = {}
         self._moved_bytes: dict[tuple[object, ...], int] = {}
+        self._weights: object = None  # of which these are
 
     def note(self, live: LiveModel, steps: Iterable[Sample]) -> None:
         """Take in steps of training, and how many bytes of weights, gradients and state each update goes through.
@@ -122,7 +123,8 @@ class UpdateTimes:
             del took_s[0]
         known = self._known.setdefault(kind, deque(maxlen=_UPDATES_KEPT))
         known.extend(took_s)
-        if known:
+        if known and (kind not in self._moved_bytes or live.parameters is not self._weights):
+            self._weights = live.parameters
             self._moved_bytes[kind] = 2 * sum(param.nbytes for param in live.parameters) + _state_bytes(live)
 
     def of(self, settings: Settings) -> float | None:
