@@ -176,7 +176,8 @@ def with_longest(whole: Prediction, small: Prediction) -> Prediction:
 
 def within(one: Prediction, limit_bytes: int | None) -> Prediction:
     """Return the same under another limit."""
-    said = verdict(one.low_bytes, one.high_bytes, limit_bytes, one.verdict != DOES_NOT_FIT, _fits_recut(one))
+    fits = one.verdict != DOES_NOT_FIT and (limit_bytes is None or one.live_peak_bytes <= limit_bytes)
+    said = verdict(one.low_bytes, one.high_bytes, limit_bytes, fits, _fits_recut(one))
     return replace(one, limit_bytes=limit_bytes, verdict=said)
 
 

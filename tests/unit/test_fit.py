@@ -238,3 +238,9 @@ def test_within_another_limit_a_prediction_is_decided_anew() -> None:
     tight = replace(said(900), verdict=TIGHT)  # where steps of another size have cut the cache
     assert within(tight, 2 * LIMIT).verdict == TIGHT
     assert within(said(900), None).verdict == NO_LIMIT
+
+
+def test_within_a_much_smaller_limit_what_fits_the_ranks_does_not_fit() -> None:
+    assert [within(said(900), mib * MIB).verdict for mib in (500, 890, 950)] == [DOES_NOT_FIT, TIGHT, FITS]
+    pieces = replace(said(900), live_peak_bytes=400 * MIB)  # with cached segments given back it may fit
+    assert within(pieces, 500 * MIB).verdict == TIGHT

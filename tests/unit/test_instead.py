@@ -190,6 +190,13 @@ def test_a_budget_holds_for_one_answer_alone() -> None:
     assert ranks.history.answers.instead_of(FAILED) is None
 
 
+def test_of_a_budget_that_nothing_keeps_to_nothing_is_said_to_fit_barely() -> None:
+    ranks = Ranks(lambda settings: prediction(settings, live=500))
+    found = ranks.finding().find(replace(NEEDS, limit_bytes=100 * MIB), budget_bytes=100 * MIB)
+    assert (found.fastest, found.barely) == (None, None)
+    assert "none of these would fit" in found.words(FAILED)
+
+
 def test_why_several_changes_need_less_is_said_in_one_clause() -> None:
     all_at_once = Fit(HALF.replace(checkpointing="blocks", fusion_threshold_mib=4), 100 * MIB)
     said = instead_of(FAILED, 2, [all_at_once]).reason(FAILED)
