@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..report.instead import Instead
+from ..report.rescue import Rescue
 from ..shared.settings import Settings
 
 
@@ -12,14 +13,16 @@ class Answers:
     def __init__(self) -> None:
         self._instead: dict[Settings, Instead] = {}
 
-    def found(self, instead: Instead) -> None:
-        """Take in an answer."""
+    def found(self, instead: Instead, rescue: Rescue | None) -> None:
+        """Take in an answer, which the card of a step that was discarded gives, too."""
         self._instead[instead.failed] = instead
+        if rescue and rescue.settings == instead.failed:
+            rescue.instead = instead
 
     def instead_of(self, settings: Settings) -> Instead | None:
-        """Return what was found in place of these settings; ``None`` where nothing was tried."""
+        """Return what was found in place of these settings; ``None`` where that is to be asked, or asked again."""
         found = self._instead.get(settings)
-        return found if found and found.tried else None
+        return found if found and (found.offers or (found.tried and not found.unfinished)) else None
 
     @property
     def known(self) -> tuple[Instead, ...]:

@@ -14,6 +14,7 @@ from ..planning.prediction import Prediction
 from ..planning.score import Asked
 from ..report.configurations import Effect, Tried
 from ..report.freed import leak_in_words
+from ..report.instead import Instead
 from ..report.rescue import Rescue
 from ..report.run_summary import Evaluation
 from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
@@ -243,8 +244,15 @@ class History:
     def tried_out(self) -> None:
         """The ranks found out whether other settings would have let a discarded step fit."""
         with self._lock:
-            if self.rescue and self.rescue.instead:
-                self.answers.found(self.rescue.instead)
+            if (one := self.rescue) and one.instead and not one.looking and one.model_version == self.model_version:
+                self.answers.found(one.instead, one)
+            self.version += 1
+
+    def found_instead(self, found: Instead, model_version: int) -> None:
+        """Give this answer from now on, on the card too, if the model is still as it was at that version."""
+        with self._lock:
+            if model_version == self.model_version:
+                self.answers.found(found, self.rescue)
             self.version += 1
 
     def begin(
@@ -317,8 +325,7 @@ class History:
     @property
     def begun(self) -> int:
         """Return how many configurations have begun, one that waits for its first step left out."""
-        tried = self.tried
-        return len(tried) - (bool(tried) and not tried[-1].ran)
+        return len(self.tried) - any(not one.ran for one in self.tried[-1:])
 
     def configuration(self, settings_id: int) -> Tried | None:
         """Return the configuration with this id, latest first."""

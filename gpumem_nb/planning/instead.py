@@ -66,6 +66,7 @@ class Search:
     Attributes:
         mild: the candidates that are all tried, as far as there is time.
         tried: what came of those that were, in order.
+        ended: whether there is nothing more to try.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Search:
         usable: Callable[[Settings], bool] = lambda settings: True,
     ) -> None:
         self.tried: list[Fit] = []
+        self.ended = False
         self._failed = self._candidate = failed
         mild = list(filter(usable, lighter(failed, phase, blocks, at_peak)))
         together = _together(failed, mild)
@@ -106,9 +108,10 @@ class Search:
             ladder = []
         for candidate in itertools.chain(update, self._mild, ladder):
             if fits and time.monotonic() > self._until_s:
-                return None
+                break
             self._candidate = candidate
             return candidate
+        self.ended = True
         return None
 
     def learn(self, said: Prediction, trial_s: float | None = None) -> None:
@@ -144,6 +147,7 @@ def instead_of(
     *,
     on_the_step: bool = False,
     splits: Splits = NOT_KNOWN,
+    unfinished: bool = False,
 ) -> Instead:
     """Return what to train with in place of settings that do not fit.
 
@@ -157,6 +161,7 @@ def instead_of(
         needs: what these settings are predicted to need, where that is known.
         on_the_step: whether the step that ran out of memory was tried again.
         splits: what is known of training micro-batches in parts.
+        unfinished: whether there was more to try.
     """
     found = Instead(
         failed,
@@ -166,6 +171,7 @@ def instead_of(
         largest=_largest(needs) if needs else "",
         on_the_step=on_the_step,
         splits=splits,
+        unfinished=unfinished,
     )
     fitting = [one for one in _fitting(tried) if one.settings != failed]
     if not fitting:

@@ -17,6 +17,7 @@ from .differences import NOT_KNOWN, changes, mathematics, typed
 
 TRIALS_NAMED = 5
 LARGER = "Use a smaller model or a larger limit."
+_AGAIN = "Others were not tried: ask again."
 
 BESIDES = {
     c.PARAMETERS: "No knob changes what the weights take; a smaller model does.",
@@ -72,6 +73,7 @@ class Instead:
         largest: the category that fills most of it; empty where that is not known.
         on_the_step: whether it was the step that ran out of memory which was tried; else it is predicted.
         splits: what is known of training micro-batches in parts.
+        unfinished: whether trying ended before something fitted or all was tried.
     """
 
     failed: Settings
@@ -85,6 +87,7 @@ class Instead:
     largest: str = ""
     on_the_step: bool = False
     splits: Splits = NOT_KNOWN
+    unfinished: bool = False
 
     @property
     def offers(self) -> tuple[Fit, ...]:
@@ -124,7 +127,7 @@ class Instead:
             return f"{self._how}, {'these' if self.frees_most else 'this'} {fit}: {'; '.join(said)}."
         if self.barely:
             return f"{self._how}, only this {fit}, barely: {self.named(self.barely, now)}."
-        helps = " ".join(filter(None, [BESIDES.get(self.largest, ""), LARGER]))
+        helps = _AGAIN if self.unfinished else " ".join(filter(None, [BESIDES.get(self.largest, ""), LARGER]))
         if not self.tried:
             return helps
         tried = [typed(self.failed, one.settings) for one in self.tried]

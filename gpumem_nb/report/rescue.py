@@ -28,6 +28,7 @@ class Rescue:
         instead: what to train with in its place, as far as that was tried out on the step that had failed.
         now: the settings in force since, from which commands lead to what was tried; ``None``: those it ran under.
         ranks: how many there are.
+        model_version: of the model that it is about; see ``History``.
     """
 
     failure: Failure
@@ -41,6 +42,7 @@ class Rescue:
     instead: Instead | None = None
     now: Settings | None = None
     ranks: int = 1
+    model_version: int = 0
 
     @property
     def headline(self) -> str:

@@ -170,6 +170,61 @@ def test_what_cannot_be_used_is_left_out_and_an_end_of_asking_keeps_what_was_fou
     assert [one.settings for one in found.tried] == [HALF]
 
 
+def test_where_asking_ended_before_something_fitted_it_is_said_and_asked_again() -> None:
+    def predicts(settings: Settings) -> Prediction:
+        if settings.checkpointing != "none" and disturbed:
+            raise NotThisTime("others wait")
+        return prediction(settings, live=100, verdict=FITS if settings.batch_size <= 4 else DOES_NOT_FIT)
+
+    disturbed, ranks = True, Ranks(predicts)
+    found = ranks.finding().find(NEEDS)
+    assert found.words(FAILED).endswith(
+        "none of these would fit: batch_size=16 accumulation_steps=2. Others were not tried: ask again."
+    )
+    disturbed = False
+    assert ranks.finding().find(NEEDS).fastest is not None
+
+
+def rescued(ranks: Ranks, looking: bool = False) -> Rescue:
+    """Memory ran out, and one flip was tried out on the ranks, which does not fit."""
+    rescue = Rescue(Failure(0, "oom", "forward", ""), 3, FAILED, ranks=2, looking=looking)
+    ranks.history.rescued(rescue)
+    rescue.instead = instead_of(FAILED, 2, [Fit(HALF, None)], on_the_step=True)
+    ranks.history.tried_out()
+    return rescue
+
+
+def test_what_is_still_tried_out_is_no_answer_yet() -> None:
+    ranks = Ranks(roomy)
+    rescued(ranks, looking=True)
+    assert ranks.finding().find(NEEDS).fastest is not None
+    assert len(ranks.asked) > 1
+
+
+def test_no_answer_of_the_model_before_a_cell_is_given_after_it() -> None:
+    ranks = Ranks(roomy)
+    rescue = rescued(ranks, looking=True)
+    ranks.history.model_may_have_changed()
+    rescue.looking = False
+    ranks.history.tried_out()  # a trial of the model before it
+    assert ranks.history.answers.known == ()
+
+    def predicts(settings: Settings) -> Prediction:
+        cells.history.model_may_have_changed()
+        return roomy(settings)
+
+    cells = Ranks(predicts)
+    before = rescued(cells).instead
+    cells.history.answers.forget()
+    found = cells.finding().find(NEEDS)
+    assert found.fastest is not None
+    assert cells.history.answers.known == ()
+    assert cells.history.rescue
+    assert cells.history.rescue.instead == before
+    cells.history.found_instead(found, model_version=0)  # as a tuner does that a cell has ended
+    assert cells.history.answers.known == ()
+
+
 def test_the_card_and_predictions_say_the_same() -> None:
     ranks = Ranks(roomy, now=Settings(batch_size=4))
     rescue = Rescue(Failure(0, "oom", "forward", ""), 3, FAILED, now=Settings(batch_size=4), ranks=2)

@@ -163,6 +163,20 @@ def test_what_is_typed_leads_from_the_settings_in_force_to_what_was_tried() -> N
     assert back.replace(**changes) == rescue.fitting[0].settings
 
 
+def test_trials_that_end_early_do_not_say_that_nothing_fits() -> None:
+    rescue = out_of_memory(Settings(batch_size=8))
+    one = Tryout(rescue, blocks=4)
+    one.next()
+    one.learn(OUT)
+    rescue.looking = False  # ranks stalled, say
+    assert rescue.advice.endswith(
+        "none of these would have fit: batch_size=4 accumulation_steps=2. Others were not tried: ask again."
+    )
+    while one.next():
+        one.learn(OUT)
+    assert rescue.advice.endswith("Use a smaller model or a larger limit.")
+
+
 def test_what_leaves_no_room_is_not_said_to_fit() -> None:
     rescue = ended(Settings(batch_size=4, precision="bf16"), lambda one: needs(995))
     assert not rescue.fits

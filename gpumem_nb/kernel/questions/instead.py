@@ -37,22 +37,22 @@ class FindingInstead(AsksRanks):
         Raises:
             WorkloadError: nothing is loaded.
         """
+        model_version = self._history.model_version
         known = self._history.answers.instead_of(needs.settings) if budget_bytes is None else None
         if known is None:
             known = self._searched(needs, progress, budget_bytes)
-        tried, splits = [self._timed(one) for one in known.tried], self._predicting.known_splits
-        on_the_step = known.on_the_step
-        found = instead_of(needs.settings, len(self._ranks), tried, needs, on_the_step=on_the_step, splits=splits)
+        found = instead_of(
+            needs.settings,
+            len(self._ranks),
+            [self._timed(one) for one in known.tried],
+            needs,
+            on_the_step=known.on_the_step,
+            splits=self._predicting.known_splits,
+            unfinished=known.unfinished,
+        )
         if budget_bytes is None:
-            self.tell(found)
+            self._history.found_instead(found, model_version)
         return found
-
-    def tell(self, found: Instead) -> None:
-        """Give this answer from now on, on the card too."""
-        self._history.answers.found(found)
-        if (rescue := self._history.rescue) and rescue.settings == found.failed:
-            rescue.instead = found
-            self._history.tried_out()
 
     def _searched(self, needs: Prediction, progress: Progress, budget_bytes: int | None) -> Instead:
         workload, failed, now = self._training.workload, needs.settings, self._training.settings
@@ -66,7 +66,7 @@ class FindingInstead(AsksRanks):
             except (InvalidInput, WorkloadError):
                 continue
             search.learn(said if budget_bytes is None else within(said, _least(said.limit_bytes, budget_bytes)))
-        return Instead(failed, len(self._ranks), tried=tuple(search.tried))
+        return Instead(failed, len(self._ranks), tried=tuple(search.tried), unfinished=not search.ended)
 
     def _timed(self, one: Fit) -> Fit:
         """Return the same with the throughput of whole steps, where that was measured since."""

@@ -121,7 +121,7 @@ class Tuning(AsksRanks):
             self._history.predicted(Asked(foretold, trials.model_version, present, self._history.begun))
         result = replace(result, instead=self._instead(result, budget_bytes, progress))
         if budget_bytes is None:
-            self._tell(result)
+            self._tell(result, trials.model_version)
         self._record.answered(TUNER, result.why)
         return result
 
@@ -141,7 +141,7 @@ class Tuning(AsksRanks):
             return None
         return of_tuned(instead_of(start, result.ranks, [], now, splits=result.splits), *_all_tried(result, best))
 
-    def _tell(self, result: TuneResult) -> None:
+    def _tell(self, result: TuneResult, model_version: int) -> None:
         """Give the best as the answer to all settings of that global batch that are known not to fit."""
         best, knobs = result.best, {*result.space.knobs, *SPLIT}
         if best is None:
@@ -149,7 +149,7 @@ class Tuning(AsksRanks):
         for known in (*self._history.answers.known, *filter(None, [result.instead])):
             of_batch = best.settings.samples_per_rank == known.failed.samples_per_rank
             if of_batch and best.settings != known.failed and best.settings.changed_from(known.failed).keys() <= knobs:
-                self._finding.tell(of_tuned(known, *_all_tried(result, best)))
+                self._history.found_instead(of_tuned(known, *_all_tried(result, best)), model_version)
 
 
 def _all_tried(result: TuneResult, best: Candidate) -> tuple[Fit, list[Fit]]:

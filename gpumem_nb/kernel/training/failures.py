@@ -56,6 +56,8 @@ class Tryout:
         """Return the settings to try next; nothing when that was all."""
         candidate = self.search.next()
         if candidate is None:
+            if self.rescue.instead:
+                self.rescue.instead = replace(self.rescue.instead, unfinished=False)
             return None
         # The update's memory does not depend on the micro-batches; any of them may be what is too large elsewhere.
         of_update = self.rescue.failure.phase == "update"
@@ -73,7 +75,8 @@ class Tryout:
         said = fit.of_ranks(exact, self._candidate, [self._candidate.batch_size], seconds)
         self.search.learn(said, seconds if self._shown == self._candidate else None)
         rescue = self.rescue
-        rescue.instead = instead_of(rescue.settings, rescue.ranks, self.search.tried, on_the_step=True)
+        tried = self.search.tried
+        rescue.instead = instead_of(rescue.settings, rescue.ranks, tried, on_the_step=True, unfinished=True)
 
 
 _MUCH = 1 / 3  # of the limit, for the optimizer's state to be worth trying with less
@@ -193,8 +196,14 @@ class Failures:
 
     def _rescue(self, failure: Failure, chunk: Chunk) -> Rescue:
         self._history.failed(chunk.settings_id, failure.kind)
-        now = self._state.settings
-        rescue = Rescue(failure, self._history.steps + 1, chunk.settings, now=now, ranks=self._history.size)
+        rescue = Rescue(
+            failure,
+            self._history.steps + 1,
+            chunk.settings,
+            now=self._state.settings,
+            ranks=self._history.size,
+            model_version=self._history.model_version,
+        )
         self._history.rescued(rescue)
         self._state.note(rescue)
         return rescue
