@@ -41,7 +41,7 @@ class Fit:
         barely: whether the limit lies within the error.
         samples_per_s: of all ranks, from whole steps; ``None`` where these were not timed.
         trial_s: what the step that had failed took under them, while it was recorded; ``None`` where that was not
-            tried. It says only how others compare.
+            tried, or first of all, which warms up. It says only how others compare.
     """
 
     settings: Settings

@@ -144,6 +144,22 @@ def test_micro_batches_are_halved_though_the_size_is_prime(size: int, splits: li
     assert found == splits
 
 
+@pytest.mark.parametrize("first_fits", [True, False])
+def test_the_first_trial_which_warms_up_says_nothing_of_speed(first_fits: bool) -> None:
+    """It loads kernels and maps memory: the same step took twice as long as with all its activations recomputed."""
+
+    def answer(one: Settings) -> list[Forecasts]:
+        if one.batch_size == 4 and one.checkpointing == "none":
+            return [replace(needs(100)[0], seconds=0.6)] if first_fits else OUT
+        return [replace(needs(100)[0], seconds=0.1 if one.batch_size == 4 else 0.3)]
+
+    advice = ended(Settings(batch_size=8), answer, blocks=True).advice
+    known = "batch_size=4 accumulation_steps=2 (live peak 100.0 MiB), the mildest change"
+    assert (f": {known}" in advice) is first_fits
+    fastest = "checkpointing=blocks batch_size=4 accumulation_steps=2 (live peak 100.0 MiB), the fastest"
+    assert (fastest in advice) is not first_fits
+
+
 def test_a_split_that_changes_the_global_batch_says_so() -> None:
     rescue = ended(Settings(batch_size=173), lambda one: needs(100) if one.batch_size < 100 else OUT)
     split = next(flip for flip in rescue.fits if flip.startswith("batch_size=87"))

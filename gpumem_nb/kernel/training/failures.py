@@ -51,6 +51,7 @@ class Tryout:
         at_peak = _filled_by(rescue.failure, limit_bytes or 0)
         self.search = Search(rescue.settings, rescue.failure.phase, blocks, at_peak, usable)
         self._candidate = self._shown = rescue.settings
+        self._warm = False
 
     def next(self) -> Settings | None:
         """Return the settings to try next; nothing when that was all."""
@@ -65,7 +66,11 @@ class Tryout:
         return self._shown
 
     def learn(self, answers: Sequence[Forecasts]) -> None:
-        """Take in forecasts of the latest candidate; a failure that is not ``oom`` says nothing of memory."""
+        """Take in forecasts of the latest candidate; a failure that is not ``oom`` says nothing of memory.
+
+        The first trial warms up, so how long it takes says nothing.
+        """
+        timed, self._warm = self._warm and self._shown == self._candidate, True
         kinds = {answer.failure.kind for answer in answers if answer.failure}
         if not (kinds <= {"oom"} and (kinds or all(answer.of for answer in answers))):
             return
@@ -73,7 +78,7 @@ class Tryout:
         # Samples may differ in size, but these are the very ones of the step that is tried again.
         exact = [replace(one, of=tuple(replace(each, how=RECORDED) for each in one.of)) for one in answers]
         said = fit.of_ranks(exact, self._candidate, [self._candidate.batch_size], seconds)
-        self.search.learn(said, seconds if self._shown == self._candidate else None)
+        self.search.learn(said, seconds if timed else None)
         rescue = self.rescue
         tried = self.search.tried
         rescue.instead = instead_of(rescue.settings, rescue.ranks, tried, on_the_step=True, unfinished=True)
