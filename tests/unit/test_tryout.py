@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from gpumem_nb.kernel.history import History
-from gpumem_nb.kernel.training.failures import Tryout
+from gpumem_nb.kernel.policy import Policy
+from gpumem_nb.kernel.training.failures import Failures, Tryout
 from gpumem_nb.kernel.training.state import TrainingState
 from gpumem_nb.planning import instead
 from gpumem_nb.planning.instead import instead_of
@@ -18,7 +19,7 @@ from gpumem_nb.report.rescue import Rescue
 from gpumem_nb.shared.categories import ACTIVATIONS, OPTIMIZER_STATE
 from gpumem_nb.shared.forecast import RECORDED, VARYING, Forecast, Forecasts
 from gpumem_nb.shared.knobs.step import halved
-from gpumem_nb.shared.messages import Failure, Reading
+from gpumem_nb.shared.messages import Chunk, Failure, Reading
 from gpumem_nb.shared.readings import LiveBytes
 from gpumem_nb.shared.settings import Settings
 
@@ -177,6 +178,33 @@ def test_what_is_typed_leads_from_the_settings_in_force_to_what_was_tried() -> N
     command = rescue.advice.rsplit("Type %hvd_set ", 1)[1]
     changes = {name: value for name, value in (part.split("=") for part in command.split())}
     assert back.replace(**changes) == rescue.fitting[0].settings
+
+
+def test_a_trial_in_place_of_other_settings_says_nothing_of_those_that_ran_out_meanwhile() -> None:
+    """Settings are applied, or steps traced, while it is being found out what would have fit before."""
+    history, sent = History(2), list[Chunk]()
+    state = TrainingState(history)
+
+    def send_trial(settings: Settings, trial_id: int) -> None:
+        sent.append(Chunk(settings, trial_id, 1, 0, trial=True))
+
+    failures = Failures(history, state, lambda: Policy(on_oom="stop"), lambda steps: None, send_trial)
+    first, second = Settings(batch_size=64), Settings(batch_size=8)
+    for settings in (first, second):
+        state.adopt(settings)
+        chunk = Chunk(settings, state.settings_id, 1, 0)
+        failures.handle(Failure(0, "oom", "forward", ""), chunk)
+    before, after = (
+        first.replace(batch_size=32, accumulation_steps=2),
+        second.replace(batch_size=4, accumulation_steps=2),
+    )
+    assert [one.settings for one in sent] == [before, after]
+    failures.learn(sent[0], needs(100))
+    assert len(sent) == 2
+    failures.learn(sent[1], OUT)
+    assert history.rescue
+    assert history.rescue.instead
+    assert [(one.settings, one.fits) for one in history.rescue.instead.tried] == [(after, False)]
 
 
 def test_trials_that_end_early_do_not_say_that_nothing_fits() -> None:

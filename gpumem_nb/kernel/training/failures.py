@@ -37,6 +37,7 @@ class Tryout:
     Attributes:
         rescue: as given.
         search: which candidates are tried, and what came of them.
+        shown: the settings of the trial under way.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Tryout:
         rescue.looking = True
         at_peak = _filled_by(rescue.failure, limit_bytes or 0)
         self.search = Search(rescue.settings, rescue.failure.phase, blocks, at_peak, usable)
-        self._candidate = self._shown = rescue.settings
+        self._candidate = self.shown = rescue.settings
         self._warm = False
 
     def next(self) -> Settings | None:
@@ -62,15 +63,15 @@ class Tryout:
             return None
         # The update's memory does not depend on the micro-batches; any of them may be what is too large elsewhere.
         of_update = self.rescue.failure.phase == "update"
-        self._candidate, self._shown = candidate, shortened(candidate) if of_update else candidate
-        return self._shown
+        self._candidate, self.shown = candidate, shortened(candidate) if of_update else candidate
+        return self.shown
 
     def learn(self, answers: Sequence[Forecasts]) -> None:
         """Take in forecasts of the latest candidate; a failure that is not ``oom`` says nothing of memory.
 
         The first trial warms up, so how long it takes says nothing.
         """
-        timed, self._warm = self._warm and self._shown == self._candidate, True
+        timed, self._warm = self._warm and self.shown == self._candidate, True
         kinds = {answer.failure.kind for answer in answers if answer.failure}
         if not (kinds <= {"oom"} and (kinds or all(answer.of for answer in answers))):
             return
@@ -173,9 +174,9 @@ class Failures:
         """Take in the forecasts of a trial, and try the next one."""
         if {answer.failure.kind for answer in answers if answer.failure} & {"stall", "interrupted"}:
             self.end_tryout()
-        elif self._tryout:
+        elif self._tryout and self._tryout.shown == chunk.settings:  # and no trial in place of what ran out before
             self._tryout.learn(answers)
-        self._try_next(chunk.settings_id - 1)
+            self._try_next(chunk.settings_id - 1)
         self._history.tried_out()
 
     def end_tryout(self) -> None:
@@ -243,6 +244,7 @@ class Failures:
 
         reading = self._history.readings[rescue.failure.rank]
         limit_bytes = reading.limit_bytes if reading else None
+        self.end_tryout()  # of what ran out before
         self._tryout = Tryout(rescue, workload.blocks if workload else 0, usable, limit_bytes)
         foreseen = [one for settings in self._tryout.search.mild if (one := self._history.foreseen.get(settings))]
         rescue.foreseen = [as_fit(one) for one in foreseen if one.verdict == FITS]
