@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpumem_nb.planning.prediction import Prediction
 from gpumem_nb.session import Session
 from tests.tiers import every, first_tier
 from tests.timing import slowness
@@ -61,3 +62,10 @@ def test_what_was_not_asked_for_is_said_as_a_possibility(two_ranks: Session) -> 
     assert session.splits.mean is None
     session.predict(precision="bf16")
     assert session.splits.mean is None, "no step is taken for it where nothing is split"
+
+
+def test_of_a_gpu_that_is_not_here_splits_are_said_to_change_what_they_change(two_ranks: Session) -> None:
+    session = attached(two_ranks, LOSSES["pairs of samples"])
+    found = session.predict(gpu="T4-16GB", **SPLIT)
+    assert isinstance(found, Prediction)
+    assert found.splits.mean is False

@@ -109,18 +109,27 @@ class Ranks:
         asked: the settings that were predicted, in order.
     """
 
-    def __init__(self, predicts: Callable[[Settings], Prediction], now: Settings = FAILED) -> None:
+    def __init__(
+        self,
+        predicts: Callable[[Settings], Prediction],
+        now: Settings = FAILED,
+        mean: bool = True,
+    ) -> None:
         self.asked: list[Settings] = []
+        self._known = Splits(mean=mean)
         self.history = History(2)
         self._predicts = predicts
         self._now = now
 
     def finding(self) -> FindingInstead:
         training = SimpleNamespace(settings=self._now, workload=LOADED)
-        predicting = SimpleNamespace(predict=self._predict, known_splits=Splits(mean=True))
+        predicting = SimpleNamespace(predict=self._predict, splits=self._splits)
         parts: dict[str, Any] = dict.fromkeys(("foreground", "policy", "origin", "record", "snapshots"))
         parts |= {"ranks": SimpleNamespace(infos=[info(0), info(1)]), "history": self.history}
         return FindingInstead(cast(Cluster, SimpleNamespace(**parts, training=training, predicting=predicting)))
+
+    def _splits(self, before: Settings, after: Settings) -> Splits:
+        return self.history.answers.splits(LOADED) if before == after else self._known
 
     def _predict(self, changes: dict[str, Any]) -> Prediction:
         self.asked.append(self._now.replace(**changes))
@@ -183,6 +192,17 @@ def test_where_asking_ended_before_something_fitted_it_is_said_and_asked_again()
     )
     disturbed = False
     assert ranks.finding().find(NEEDS).fastest is not None
+
+
+def test_a_split_is_not_named_before_the_ranks_said_whether_it_keeps_the_mathematics() -> None:
+    def predicts(settings: Settings) -> Prediction:
+        fits = settings.batch_size <= 16 or settings.checkpointing != "none"
+        return prediction(settings, live=100, verdict=FITS if fits else DOES_NOT_FIT)
+
+    pairs = Ranks(predicts, now=Settings(batch_size=4), mean=False)
+    found = pairs.finding().find(NEEDS)
+    assert found.fastest is not None
+    assert found.fastest.settings == BLOCKS
 
 
 def rescued(ranks: Ranks, looking: bool = False) -> Rescue:

@@ -22,6 +22,7 @@ from gpumem_nb.shared.knobs.step import halved
 from gpumem_nb.shared.messages import Chunk, Failure, Reading
 from gpumem_nb.shared.readings import LiveBytes
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Splits
 
 MIB = 2**20
 LIMIT = 1000 * MIB
@@ -143,6 +144,15 @@ def test_micro_batches_are_halved_though_the_size_is_prime(size: int, splits: li
         found.append((one.batch_size, one.accumulation_steps))
         one = halved(one, whole)
     assert found == splits
+
+
+def test_the_card_knows_what_the_ranks_have_said_of_splits() -> None:
+    rescue = out_of_memory(Settings(batch_size=8))
+    one = Tryout(rescue, blocks=4, splits=Splits(mean=False))
+    while one.next():
+        one.learn(needs(100))
+    assert rescue.fitting[0].settings.checkpointing == "blocks"
+    assert rescue.fitting[0].settings.batch_size == 8
 
 
 @pytest.mark.parametrize("first_fits", [True, False])

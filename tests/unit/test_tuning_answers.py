@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.questions.predicting import Predicting
 from gpumem_nb.planning.instead import instead_of
 from gpumem_nb.planning.prediction import TIGHT, Prediction
@@ -176,7 +177,7 @@ def test_where_the_update_needs_too_much_another_way_of_it_comes_before_other_sp
 
 def test_a_search_knows_what_it_may_split_though_others_wait_for_the_ranks() -> None:
     cluster = MagicMock()
-    cluster.history.model_version, cluster.foreground.busy = 1, True  # the panel asks what flips would need
+    cluster.history, cluster.foreground.busy = History(2), True  # the panel asks what flips would need
     cluster.training.workload = WORKLOAD
     cluster.foreground.call_alone.return_value = [False, False]
     predicting = Predicting(cluster)
@@ -184,6 +185,8 @@ def test_a_search_knows_what_it_may_split_though_others_wait_for_the_ranks() -> 
     assert predicting.splits(whole, parts).mean is None, "of one flip it is said as a possibility"
     assert predicting.splits().mean is False
     assert predicting.splits(whole, parts).mean is False
+    cluster.history.model_may_have_changed()
+    assert predicting.known_splits.mean is None
 
 
 def test_what_runs_stays_tight_where_the_largest_sample_may_not_fit() -> None:

@@ -38,7 +38,7 @@ class Elsewhere(AsksRanks):
         self._foreground.check_loaded()
         together = len(self._ranks) if ranks is None else ranks
         settings = compatibility.asked(self._training.settings, knobs, together)
-        splits: Splits = self._predicting.known_splits
+        splits: Splits = self._predicting.splits()
         return cold.of_packed(self._packed, settings, gpu, memory, together, progress, splits=splits)
 
     def _packed(self) -> bytes:

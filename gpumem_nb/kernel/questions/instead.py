@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...planning.fit import within
 from ...planning.instead import Search, instead_of
 from ...planning.prediction import Prediction
-from ...report.differences import typed
+from ...report.differences import splits, typed
 from ...report.instead import Fit, Instead
 from ...shared.answers import Progress
 from ...shared.errors import InvalidInput, NotThisTime, WorkloadError
@@ -41,13 +41,15 @@ class FindingInstead(AsksRanks):
         known = self._history.answers.instead_of(needs.settings) if budget_bytes is None else None
         if known is None:
             known = self._searched(needs, progress, budget_bytes)
+        fitting = (one.settings for one in known.tried if one.fits)
+        split = next((one for one in fitting if splits(needs.settings, one)), needs.settings)
         found = instead_of(
             needs.settings,
             len(self._ranks),
             [self._timed(one) for one in known.tried],
             needs,
             on_the_step=known.on_the_step,
-            splits=self._predicting.known_splits,
+            splits=self._predicting.splits(needs.settings, split),
             unfinished=known.unfinished,
         )
         if budget_bytes is None:

@@ -38,7 +38,6 @@ class Predicting(AsksRanks):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         self._sample_s: dict[tuple[int, Settings], float] = {}  # by model version, of a sample in small whole steps
-        self._mean: dict[int, bool | None] = {}  # by model version, what the ranks found of training in parts
 
     def predict(self, knobs: dict[str, Any]) -> Prediction:
         """Return what the present settings with these changes would need."""
@@ -54,21 +53,21 @@ class Predicting(AsksRanks):
         Of a change that splits nothing, and while others wait for the ranks, they are not asked. Where no change is
         named they are: what a search may split depends on it.
         """
-        version = self._history.model_version
+        version, answers = self._history.model_version, self._history.answers
         self._loaded()
         if before and after and (self._foreground.busy or not splits(before, after)):
             return self.known_splits
-        if version not in self._mean:
+        if not answers.mean:
             with suppress(NotThisTime):
                 found: list[bool | None] = self._foreground.call_alone("splits_to_mean", undone=True)
-                self._mean = {version: None if None in found else all(found)}
+                if version == self._history.model_version:
+                    answers.mean = found
         return self.known_splits
 
     @property
     def known_splits(self) -> Splits:
         """The same as far as it is known by now."""
-        workload = self._training.workload
-        return Splits(bool(workload and workload.batch_norm), self._mean.get(self._history.model_version))
+        return self._history.answers.splits(self._training.workload)
 
     def answer(self, settings: Settings) -> Prediction:
         """Return what these settings would need, by small steps, and by whole ones where they are that quick."""

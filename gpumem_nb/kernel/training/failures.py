@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...planning import fit
 from ...planning.instead import Search, as_fit, instead_of
 from ...planning.prediction import FITS
-from ...report.differences import typed
+from ...report.differences import NOT_KNOWN, typed
 from ...report.rescue import Rescue
 from ...shared.categories import ACTIVATIONS, OPTIMIZER_STATE
 from ...shared.errors import InvalidInput, TrainingFailed
@@ -16,6 +16,7 @@ from ...shared.forecast import RECORDED, Forecasts
 from ...shared.knobs.step import shortened, shrunk
 from ...shared.messages import Chunk, Failure, Sample
 from ...shared.settings import Settings
+from ...shared.workload import Splits
 from .. import compatibility
 from ..history import History
 from ..policy import Policy
@@ -33,6 +34,7 @@ class Tryout:
         blocks: how many blocks of the model can be checkpointed.
         usable: whether settings go with what is loaded.
         limit_bytes: of the rank that failed; ``None`` where it has none.
+        splits: what is known of training micro-batches in parts.
 
     Attributes:
         rescue: as given.
@@ -46,8 +48,9 @@ class Tryout:
         blocks: int,
         usable: Callable[[Settings], bool] = lambda settings: True,
         limit_bytes: int | None = None,
+        splits: Splits = NOT_KNOWN,
     ) -> None:
-        self.rescue = rescue
+        self.rescue, self._splits = rescue, splits
         rescue.looking = True
         at_peak = _filled_by(rescue.failure, limit_bytes or 0)
         self.search = Search(rescue.settings, rescue.failure.phase, blocks, at_peak, usable)
@@ -81,8 +84,10 @@ class Tryout:
         said = fit.of_ranks(exact, self._candidate, [self._candidate.batch_size], seconds)
         self.search.learn(said, seconds if timed else None)
         rescue = self.rescue
-        tried = self.search.tried
-        rescue.instead = instead_of(rescue.settings, rescue.ranks, tried, on_the_step=True, unfinished=True)
+        tried, splits = self.search.tried, self._splits
+        rescue.instead = instead_of(
+            rescue.settings, rescue.ranks, tried, on_the_step=True, splits=splits, unfinished=True
+        )
 
 
 _MUCH = 1 / 3  # of the limit, for the optimizer's state to be worth trying with less
@@ -245,7 +250,8 @@ class Failures:
         reading = self._history.readings[rescue.failure.rank]
         limit_bytes = reading.limit_bytes if reading else None
         self.end_tryout()  # of what ran out before
-        self._tryout = Tryout(rescue, workload.blocks if workload else 0, usable, limit_bytes)
+        blocks, splits = workload.blocks if workload else 0, self._history.answers.splits(workload)
+        self._tryout = Tryout(rescue, blocks, usable, limit_bytes, splits)
         foreseen = [one for settings in self._tryout.search.mild if (one := self._history.foreseen.get(settings))]
         rescue.foreseen = [as_fit(one) for one in foreseen if one.verdict == FITS]
         self._try_next(TRIAL_ID)
