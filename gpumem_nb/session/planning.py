@@ -88,7 +88,7 @@ class PredictsSettings:
             progress: told what is being predicted.
 
         Raises:
-            InvalidInput: it is no prediction, or not of what is loaded now.
+            InvalidInput: it is no prediction, or not of what is loaded now on these ranks.
             WorkloadError: nothing is loaded.
         """
         if not isinstance(predicted, Prediction):
@@ -96,10 +96,12 @@ class PredictsSettings:
                 f"A {type(predicted).__name__} is not a prediction: session.instead(session.predict(batch_size=8)) "
                 "takes one."
             )
-        if self.foreseen(predicted.settings) is None:
+        history = self._life.history
+        as_asked = replace(predicted, instead=None), history.model_version
+        if as_asked not in [(one.prediction, one.model_version) for one in list(history.asked)]:
             raise InvalidInput(
-                "This prediction is not of what is loaded now, or a cell ran since: predict again, then ask what fits "
-                "instead."
+                "This prediction is not of what is loaded now on these ranks, or a cell ran since: predict again, then "
+                "ask what fits instead. Of GPUs that are not here a table says it: session.predict(gpu=['T4-16GB'])."
             )
         with suppress(KeyboardInterrupt):
             if not fits(predicted):

@@ -11,11 +11,14 @@ import pytest
 
 from gpumem_nb.kernel.cluster import Cluster
 from gpumem_nb.kernel.history import History
+from gpumem_nb.kernel.lifecycle import Lifecycle
 from gpumem_nb.kernel.questions.instead import FindingInstead
 from gpumem_nb.planning.instead import instead_of, of_tuned
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
+from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.instead import Fit
 from gpumem_nb.report.rescue import Rescue
+from gpumem_nb.session.planning import PredictsSettings
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.errors import InvalidInput, NotThisTime
 from gpumem_nb.shared.messages import Failure
@@ -270,6 +273,24 @@ def test_of_a_budget_that_nothing_keeps_to_nothing_is_said_to_fit_barely() -> No
     found = ranks.finding().find(replace(NEEDS, limit_bytes=100 * MIB), budget_bytes=100 * MIB)
     assert (found.fastest, found.barely) == (None, None)
     assert "none of these would fit" in found.words(FAILED)
+
+
+def test_what_fits_here_is_not_said_in_place_of_what_was_predicted_for_a_gpu_elsewhere() -> None:
+    class OfRanks(PredictsSettings):
+        def __init__(self, history: History) -> None:
+            self._life = cast(Lifecycle, SimpleNamespace(history=history, cluster=None))
+
+    ranks = Ranks(roomy)
+    session, here = OfRanks(ranks.history), prediction(FAILED)
+    ranks.history.predicted(Asked(here, 0, FAILED, 0))
+    assert session.instead(here) == here, "it fits"
+    for other in (replace(NEEDS, limit_bytes=100 * MIB), replace(here, settings=HALF)):
+        with pytest.raises(InvalidInput, match="is not of what is loaded now on these ranks"):
+            session.instead(other)
+    ranks.history.model_may_have_changed()
+    ranks.history.predicted(Asked(replace(here, live_peak_bytes=MIB), 1, FAILED, 0))
+    with pytest.raises(InvalidInput, match="predict again"):
+        session.instead(here)
 
 
 def test_why_several_changes_need_less_is_said_in_one_clause() -> None:
