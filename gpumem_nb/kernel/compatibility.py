@@ -31,6 +31,16 @@ def check(settings: Settings, workload: WorkloadInfo, ranks: int) -> None:
             raise InvalidInput(why_not)
 
 
+def usable(settings: Settings, workload: WorkloadInfo | None, ranks: int) -> bool:
+    """Return whether that workload can be trained under these settings, as far as that is known."""
+    try:
+        if workload:
+            check(settings, workload, ranks)
+    except InvalidInput:
+        return False
+    return True
+
+
 def asked(before: Settings, knobs: Mapping[str, Any], ranks: int) -> Settings:
     """Return the settings that setting these knobs would give.
 

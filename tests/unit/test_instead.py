@@ -23,7 +23,7 @@ from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.errors import InvalidInput, NotThisTime
 from gpumem_nb.shared.messages import Failure
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.workload import Splits
+from gpumem_nb.shared.workload import DataInfo, Splits, WorkloadInfo
 from tests.ledgers import MIB, info
 from tests.unit.test_doctor import LIMIT, LOADED, prediction
 
@@ -117,15 +117,17 @@ class Ranks:
         predicts: Callable[[Settings], Prediction],
         now: Settings = FAILED,
         mean: bool = True,
+        workload: WorkloadInfo = LOADED,
     ) -> None:
         self.asked: list[Settings] = []
+        self._workload = workload
         self._known = Splits(mean=mean)
         self.history = History(2)
         self._predicts = predicts
         self._now = now
 
     def finding(self) -> FindingInstead:
-        training = SimpleNamespace(settings=self._now, workload=LOADED)
+        training = SimpleNamespace(settings=self._now, workload=self._workload)
         predicting = SimpleNamespace(predict=self._predict, splits=self._splits)
         parts: dict[str, Any] = dict.fromkeys(("foreground", "policy", "origin", "record", "snapshots"))
         parts |= {"ranks": SimpleNamespace(infos=[info(0), info(1)]), "history": self.history}
@@ -195,6 +197,18 @@ def test_where_asking_ended_before_something_fitted_it_is_said_and_asked_again()
     )
     disturbed = False
     assert ranks.finding().find(NEEDS).fastest is not None
+
+
+def test_where_the_data_brings_micro_batches_all_other_changes_are_tried_together_as_on_the_card() -> None:
+    def predicts(settings: Settings) -> Prediction:
+        fits = settings.checkpointing != "none" and settings.fusion_threshold_mib == 4
+        return prediction(settings, live=100, verdict=FITS if fits else DOES_NOT_FIT)
+
+    needs = replace(NEEDS, categories={c.ACTIVATIONS: 1000 * MIB, c.COMMUNICATION: 600 * MIB})
+    ranks = Ranks(predicts, workload=replace(LOADED, data=DataInfo(batch_size=32, batched=True)))
+    found = ranks.finding().find(needs)
+    assert all(one.batch_size == 32 for one in ranks.asked)
+    assert [one.settings for one in found.offers] == [BLOCKS.replace(fusion_threshold_mib=4)]
 
 
 def test_a_split_is_not_named_before_the_ranks_said_whether_it_keeps_the_mathematics() -> None:

@@ -11,6 +11,8 @@ from ...report.differences import splits, typed
 from ...report.instead import Fit, Instead
 from ...shared.answers import Progress
 from ...shared.errors import InvalidInput, NotThisTime, WorkloadError
+from ...shared.settings import Settings
+from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 
 
@@ -58,7 +60,11 @@ class FindingInstead(AsksRanks):
 
     def _searched(self, needs: Prediction, progress: Progress, budget_bytes: int | None) -> Instead:
         workload, failed, now = self._training.workload, needs.settings, self._training.settings
-        search = Search(failed, needs.phase, workload.blocks if workload else 0, needs.categories)
+
+        def usable(settings: Settings) -> bool:
+            return compatibility.usable(settings, workload, len(self._ranks))
+
+        search = Search(failed, needs.phase, workload.blocks if workload else 0, needs.categories, usable)
         while candidate := search.next():
             progress(f"what would fit: {typed(failed, candidate)}", 0.5)
             try:

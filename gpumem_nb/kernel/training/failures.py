@@ -11,7 +11,7 @@ from ...planning.prediction import FITS
 from ...report.differences import NOT_KNOWN, typed
 from ...report.rescue import Rescue
 from ...shared.categories import ACTIVATIONS, OPTIMIZER_STATE
-from ...shared.errors import InvalidInput, TrainingFailed
+from ...shared.errors import TrainingFailed
 from ...shared.forecast import RECORDED, Forecasts
 from ...shared.knobs.step import shortened, shrunk
 from ...shared.messages import Chunk, Failure, Sample
@@ -240,12 +240,7 @@ class Failures:
         workload, ranks = self._state.workload, self._history.size
 
         def usable(settings: Settings) -> bool:
-            try:
-                if workload:
-                    compatibility.check(settings, workload, ranks)
-            except InvalidInput:
-                return False
-            return True
+            return compatibility.usable(settings, workload, ranks)
 
         reading = self._history.readings[rescue.failure.rank]
         limit_bytes = reading.limit_bytes if reading else None
