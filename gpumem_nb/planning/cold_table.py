@@ -53,7 +53,10 @@ class ColdPredictions(Report):
     estimated: tuple[str, ...] = ()
 
     def __getitem__(self, gpu: str) -> Prediction:
-        by_key = {gpu_table.key_of(name): one for name, one in self.by_gpu.items()}
+        return self.by_gpu[self._named(gpu)]
+
+    def _named(self, gpu: str) -> str:
+        by_key = {gpu_table.key_of(name): name for name in self.by_gpu}
         if (found := by_key.get(gpu_table.key_of(gpu))) is None:
             raise InvalidInput(f"{gpu!r} was not asked for. There are {', '.join(self.by_gpu)}.")
         return found
@@ -64,13 +67,16 @@ class ColdPredictions(Report):
         return tuple(gpu for gpu, one in self.by_gpu.items() if one.verdict == FITS)
 
     def fits_with(self, gpu: str) -> tuple[Prediction, ...]:
-        """Return what fits a GPU instead, the settings that change least first; nothing where no other is needed."""
-        return tuple(one for one in self.tried.get(gpu, ()) if one.verdict == FITS)
+        """Return what fits a GPU instead, the answer first, then what changes least; nothing where none is needed."""
+        fastest, tried = self.instead(gpu).fastest, self.tried.get(self._named(gpu), ())
+        fitting = [one for one in tried if one.verdict == FITS]
+        return tuple(sorted(fitting, key=lambda one: fastest is None or one.settings != fastest.settings))
 
     def instead(self, gpu: str) -> Instead:
         """Return what to train with on a GPU that it does not surely fit."""
-        now = self.by_gpu[gpu]
-        return instead_of(now.settings, self.ranks, list(map(as_fit, self.tried[gpu])), now, splits=now.splits)
+        now, tried = self[gpu], self.tried.get(self._named(gpu))
+        fits, unfinished = list(map(as_fit, tried or ())), tried is None
+        return instead_of(now.settings, self.ranks, fits, now, splits=now.splits, unfinished=unfinished)
 
     @property
     def records(self) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from gpumem_nb.magics.planning import PlanningMagics
 from gpumem_nb.planning import dry_process, gpu_table
 from gpumem_nb.planning.cold_table import ColdPredictions
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
+from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.forecast import DryRun, Kernels, Target
 from gpumem_nb.shared.settings import Settings
 
@@ -109,6 +110,19 @@ def test_a_gpu_that_fits_needs_nothing_else_and_one_that_holds_no_weights_is_tol
     assert "batch_size=1 accumulation_steps=2" in str(found)
     assert "(parameters 12.0 MiB" in str(found)
     assert list(found.frame()["fits_with"]) == [None, None]
+
+
+@pytest.mark.usefixtures("small_gpus")
+def test_the_table_names_what_the_sentence_below_it_names_which_keeps_the_global_batch() -> None:
+    """Of 47 samples no half can be taken."""
+    found = table("New", batch_size=47, optimizer="sgd", memory="500MiB")
+    assert [one.settings.samples_per_rank for one in found.tried["New"]] == [48, 47]
+    assert [one.settings.samples_per_rank for one in found.fits_with("new")] == [47, 48]
+    assert found.frame()["fits_with"][0] == "checkpointing=blocks"
+    assert "this would fit: checkpointing=blocks" in str(found)
+    assert found.instead("new") == found.instead("New")
+    with pytest.raises(InvalidInput, match="'Old' was not asked for"):
+        found.fits_with("Old")
 
 
 @pytest.mark.usefixtures("small_gpus")
