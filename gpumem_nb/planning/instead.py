@@ -186,11 +186,20 @@ def instead_of(
 
 
 def of_tuned(known: Instead, best: Fit, others: Sequence[Fit]) -> Instead:
-    """Return an answer after a tuner has tried others, whose best is the fastest of them, whatever single turns say."""
+    """Return an answer after a tuner has tried others, whose best is the fastest of them, whatever single turns say.
+
+    What keeps the mathematics stays the answer where the tuner tried only what does not.
+    """
     most = best.samples_per_s or 0.0
-    slower = [replace(one, samples_per_s=min(one.samples_per_s or 0.0, most)) for one in others]
-    found = instead_of(known.failed, known.ranks, [replace(best, barely=False), *slower], splits=known.splits)
-    return replace(found, why=known.why, largest=known.largest)
+    tried = [best, *(replace(one, samples_per_s=min(one.samples_per_s or 0.0, most)) for one in others)]
+
+    def keeps(one: Fit) -> bool:
+        return one.fits and changes(known.failed, one.settings, known.splits) != CHANGES
+
+    if known.fastest and keeps(known.fastest) and not any(map(keeps, tried)):
+        tried.append(known.fastest)
+    found = instead_of(known.failed, known.ranks, tried, splits=known.splits)
+    return replace(found, why=known.why, largest=known.largest, barely=None if found.fastest else best)
 
 
 def may_free(category: str, phase: str, now: Tried | None, tried: Sequence[Tried], blocks: int) -> str:

@@ -105,6 +105,19 @@ def test_the_tuners_best_is_the_answer_whatever_single_turns_say() -> None:
     assert found.reason(FAILED).startswith("At the peak of 1.6 GiB, in backward, 75 % is activations. Predicted, these")
 
 
+def test_the_tuners_best_is_called_tight_where_it_is() -> None:
+    best, other = Fit(HALF, 950 * MIB, True, 95.0), Fit(BLOCKS, 940 * MIB, True, 90.0)
+    found = of_tuned(instead_of(FAILED, 2, [Fit(HALF, None)], NEEDS), best, [other])
+    assert (found.fastest, found.barely) == (None, best)
+    assert "only this would fit, barely: batch_size=16 accumulation_steps=2" in found.words(FAILED)
+
+
+def test_a_tuner_that_tried_only_what_changes_the_mathematics_leaves_what_keeps_it() -> None:
+    known = instead_of(FAILED, 2, [Fit(HALF, 900 * MIB)], NEEDS)
+    found = of_tuned(known, Fit(BF16, 500 * MIB, False, 90.0), [])
+    assert [one.settings for one in found.offers] == [HALF, BF16]
+
+
 class Ranks:
     """Two ranks that answer what a test wants of settings.
 
