@@ -47,16 +47,26 @@ class SmallSteps:
     """
 
     def __init__(self, traces: Sequence[Trace], varies: bool = False) -> None:
-        self.traces = [trace.settled() for trace in traces]
+        self.traces, self._first = [trace.settled() for trace in traces], list(traces)
         self.how, self.varies = RECORDED, varies
         if len(self.traces) > 1:
-            small, large, self.how = _paired(*self.traces)
+            small, large, self.how, joined = _paired(*self.traces)
             self.traces = [small, large]
+            self._first[1] = traces[1].without_scratch(joined) if joined.any() else traces[1]
             self.varies = varies or (self.how != BY_PEAKS and _vary(small, large))
 
     def recorded_at(self, batch_size: int) -> Trace | None:
         """Return the step of that very size, if it is one of these."""
         return next((trace for trace in self.traces if trace.batch_size == batch_size), None)
+
+    def first(self, trace: Trace) -> Trace:
+        """Return one of these steps, or one that was continued, as the first: its update makes the optimizer's state.
+
+        That comes to lie among the cached segments that forward and backward have left, where there was none before.
+        """
+        alike = next((at for at, one in enumerate(self.traces) if one is trace), -1)
+        of = self._first[alike]
+        return replace(trace, before=of.before, event=of.event, phase=of.phase, module=of.module)
 
     def _of_pairs(self, first: Ints, second: Ints) -> NDArray[np.bool_]:
         """Return which sizes are those of pairs of samples: they grow for each sample.
@@ -101,17 +111,21 @@ class SmallSteps:
         )
 
 
-def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
-    """Return the two steps allocation by allocation as far as that can be, and how larger ones follow from them."""
+def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str, NDArray[np.bool_]]:
+    """Return the two steps allocation by allocation as far as that can be, and how larger ones follow from them.
+
+    At last of which operator calls all that they need inside was joined.
+    """
+    none = np.zeros(1 + int(large.call.max(initial=0)), dtype=np.bool_)
     if _alike(small, large):
-        return small, large, SCALED
+        return small, large, SCALED, none
     small = _numbered_as(large, small)
     calls = int(max(small.call.max(initial=0), large.call.max(initial=0)))
     differs = small.scratch_in_calls(calls) != large.scratch_in_calls(calls)
     first, second = small.without_scratch(differs), large.without_scratch(differs)
     if _alike(first, second):
-        return first, second, BY_OPERATORS
-    return small, large, BY_PEAKS
+        return first, second, BY_OPERATORS, differs
+    return small, large, BY_PEAKS, none
 
 
 def _numbered_as(large: Trace, small: Trace) -> Trace:
@@ -167,12 +181,11 @@ def forecast(
             part of the device; 0 for never, ``None`` for the limit.
     """
     recorded = steps.recorded_at(batch_size)
-    if recorded is not None:
-        found = _of(recorded, limit_bytes, RECORDED, allocator, allowed_bytes)
-    elif steps.how == BY_PEAKS:
-        found = _by_peaks(steps.traces, batch_size, limit_bytes, allocator, allowed_bytes)
+    if recorded is None and steps.how == BY_PEAKS:
+        found = _by_peaks(steps, batch_size, limit_bytes, allocator, allowed_bytes)
     else:
-        found = _of(steps.continued(batch_size), limit_bytes, steps.how, allocator, allowed_bytes)
+        how, trace = (steps.how, steps.continued(batch_size)) if recorded is None else (RECORDED, recorded)
+        found = _of(trace, limit_bytes, how, allocator, allowed_bytes, steps.first(trace))
     return replace(found, how=VARYING) if steps.varies else found
 
 
@@ -187,7 +200,7 @@ def from_the_start(first: Trace, limit_bytes: int | None, how: str) -> Forecast:
         limit_bytes: what may be reserved; ``None`` for no limit.
         how: the trace was found.
     """
-    return _of(first.settled((OPTIMIZER_STATE, OTHER)), limit_bytes, how, None, None, first)
+    return _of(first.settled((OPTIMIZER_STATE, OTHER)), limit_bytes, how, None, None, first, recut=False)
 
 
 def largest(
@@ -215,15 +228,16 @@ def _of(
     limit_bytes: int | None,
     how: str,
     allocator: AllocatorSettings | None,
-    allowed_bytes: int | None = None,
-    first: Trace | None = None,
+    allowed_bytes: int | None,
+    first: Trace,
+    recut: bool = True,
 ) -> Forecast:
     at_peak, phase, module = _peak(trace)
     allocator = trace.allocator if allocator is None else allocator
     allowed = limit_bytes if allowed_bytes is None else allowed_bytes
     # Segments of their own and a growing one are cut differently.
     laid_out = allocator.expandable_segments == trace.allocator.expandable_segments
-    events, layout = _replayable(trace, first or trace, laid_out)
+    events, layout = _replayable(trace, first, laid_out)
     held = layout[layout[:, 1] > 0, 0]
     without_limit = replay(events, None, allocator, layout, allowed)
     rounded = allocator.roundup_power2_divisions != trace.allocator.roundup_power2_divisions
@@ -235,13 +249,13 @@ def _of(
     live = sum(at_peak.values())
     found = Forecast(live, max(reserved, live), fits, at_peak, phase, module, how)
     near = limit_bytes is not None and _NEAR * limit_bytes < found.high_bytes <= limit_bytes
-    if limit_bytes is None or not near or first is not None:
+    if limit_bytes is None or not near or not recut:
         return found
     room = limit_bytes - more - found.error_bytes
 
     def fits_after(share: float) -> bool:
-        recut, _ = _replayable(trace, _of_other_size(trace, share), laid_out)
-        return replay(recut, room, allocator, layout, allowed).within_limit
+        cut, _ = _replayable(trace, _of_other_size(trace, share), laid_out)
+        return replay(cut, room, allocator, layout, allowed).within_limit
 
     return replace(found, fits_recut=all(map(fits_after, _RECUT)))
 
@@ -272,7 +286,7 @@ def _of_other_size(trace: Trace, share: float) -> Trace:
 
 
 def _by_peaks(
-    traces: list[Trace],
+    steps: SmallSteps,
     batch_size: int,
     limit_bytes: int | None,
     allocator: AllocatorSettings | None,
@@ -284,10 +298,11 @@ def _by_peaks(
     Segments come in pieces of 20 MiB, so a line through what two small steps reserve would say little. Nor do these
     tell what of their cache would be collected as garbage near the limit: that is said.
     """
-    of_large = _of(traces[1], None, BY_PEAKS, allocator)
-    steps = (batch_size - traces[1].batch_size) / (traces[1].batch_size - traces[0].batch_size)
+    traces = steps.traces
+    of_large = _of(traces[1], None, BY_PEAKS, allocator, None, steps.first(traces[1]))
+    longer = (batch_size - traces[1].batch_size) / (traces[1].batch_size - traces[0].batch_size)
     small, large = ({phase: _peak(one, phase) for phase in _phases(one)} for one in traces)
-    lines = [(_line(small.get(name, found)[0], found[0], steps), *found[1:]) for name, found in large.items()]
+    lines = [(_line(small.get(name, found)[0], found[0], longer), *found[1:]) for name, found in large.items()]
     at_peak, phase, module = max(lines, key=lambda line: sum(line[0].values()))
     live = sum(at_peak.values())
     reserved = live + of_large.reserved_peak_bytes - of_large.live_peak_bytes

@@ -204,6 +204,29 @@ def test_an_optimizer_has_its_state_from_the_second_step_on() -> None:
     assert found.phase == "forward"
 
 
+def with_state(batch_size: int) -> Trace:
+    """A step without scratch whose update makes a state of 8 MiB, which stays."""
+    step = trace(batch_size, scratch=0)
+    size, category = step.size.copy(), step.category.copy()
+    size[-1], category[-1] = 8 * MIB, CODE[OPTIMIZER_STATE]
+    event, phase, module = step.event[:-1], step.phase[:-1], step.module[:-1]
+    return replace(step, size=size, category=category, event=event, phase=phase, module=module)
+
+
+@pytest.mark.parametrize("small", [[12], [3, 6]])
+def test_a_first_update_makes_its_state_where_forward_has_left_a_segment_which_the_next_step_lacks(
+    small: list[int],
+) -> None:
+    """The state before forward would lie in a segment of 20 MiB, in whose rest the activations found room."""
+    steps = SmallSteps([with_state(size) for size in small])
+    found = forecast(steps, 12, 25 * MIB)
+    assert found.live_peak_bytes == 21 * MIB
+    assert found.reserved_peak_bytes == (2 + 12 + 12) * MIB
+    assert not found.fits
+    there = SmallSteps([with_state(size).settled() for size in small])
+    assert forecast(there, 12, 25 * MIB).reserved_peak_bytes == (2 + 20) * MIB
+
+
 def test_the_largest_batch_is_the_last_that_fits_with_its_error() -> None:
     small = SmallSteps([trace(2), trace(4)])
     limit = 100 * MIB
