@@ -70,12 +70,9 @@ class Record:
             self._notes[key] = text
             self._changes += 1
 
-    def answered(self, who: str, said: str) -> None:
-        """Keep an answer of the doctor or the tuner about what is loaded."""
-        history = self._history
-        latest = history.now() if history else None
+    def answered(self, who: str, said: str, step: int, workload: str) -> None:
+        """Keep an answer of the doctor or the tuner about that workload, as it was after that step."""
         with shielded(), self._lock:
-            step, workload = history.steps if history else 0, latest.workload if latest else ""
             self._answers.append(Answered(who, said, step, time.time(), workload))
             self._changes += 1
 

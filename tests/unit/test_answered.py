@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from gpumem_nb.kernel.questions import tuning
+from gpumem_nb.kernel.questions.fitting import Changed
 from gpumem_nb.kernel.record import Record
-from gpumem_nb.report.answered import Answered
 from gpumem_nb.report.runs import Runs
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Splits
 from gpumem_nb.ui import report_page
 from tests.ledgers import info
 from tests.runs import history_of, train
+from tests.unit.tuned_machine import WORKLOAD
 
 
 def recorded(*answers: tuple[str, str]) -> tuple[Record, Runs]:
@@ -23,7 +27,7 @@ def recorded(*answers: tuple[str, str]) -> tuple[Record, Runs]:
     record.follow(history, info())
     train(history, Settings(), [1.0] * 10)
     for who, said in answers:
-        record.answered(who, said)
+        record.answered(who, said, 10, "mine")
     return record, Runs(record.rows(), answers=record.answers)
 
 
@@ -46,7 +50,7 @@ def test_of_many_answers_the_latest_are_shown_and_long_ones_in_short() -> None:
 def test_answers_outlive_a_restart_and_change_what_is_shown() -> None:
     record, _ = recorded(("doctor", "Nothing found."))
     before = record.version
-    record.answered("tuner", "Faster.")
+    record.answered("tuner", "Faster.", 10, "mine")
     assert record.version != before
     record.follow(history_of(), info())
     assert [one.said for one in record.answers] == ["Nothing found.", "Faster."]
@@ -64,7 +68,21 @@ def test_a_report_has_all_answers_in_a_table_of_their_own(monkeypatch: pytest.Mo
     assert "Answers of" not in report_page.report_page(without, "", SimpleNamespace(scored=()), {})  # type: ignore[arg-type]
 
 
-def test_an_answer_before_anything_was_loaded_has_no_workload() -> None:
+def test_an_answer_of_the_tuner_is_kept_with_the_workload_that_it_was_about(monkeypatch: pytest.MonkeyPatch) -> None:
     record = Record()
-    record.answered("doctor", "Nothing.")
-    assert record.answers == (Answered("doctor", "Nothing.", 0, record.answers[0].time_s, ""),)
+    history = history_of()
+    record.follow(history, info())
+    train(history, Settings(), [1.0] * 10)
+
+    def load_another(*_: object) -> None:
+        train(history, Settings(), [1.0] * 3, workload="other")
+        raise Changed("something was loaded.")
+
+    monkeypatch.setattr(tuning, "search", load_another)
+    cluster = MagicMock(history=history, record=record)
+    cluster.training.workload, cluster.training.settings = WORKLOAD, Settings()
+    cluster.predicting.splits.return_value = Splits(mean=True)
+    tuning.Tuning(cluster).tune(None, None, 60.0, None, True, lambda what, done: None, lambda settings: print)
+    [kept] = record.answers
+    assert (kept.workload, kept.step) == (WORKLOAD.name, 10)
+    assert "something was loaded" in kept.said

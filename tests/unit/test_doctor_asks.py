@@ -121,7 +121,7 @@ def test_what_was_found_is_kept_with_its_step() -> None:
     session.examine()
     [kept] = session.record.answers
     said = "Training waits for data (%hvd_set num_workers=4)."
-    assert (kept.who, kept.step, kept.workload, kept.said) == ("doctor", 30, "mine", said)
+    assert (kept.who, kept.step, kept.workload, kept.said) == ("doctor", 30, LOADED.name, said)
 
 
 @pytest.mark.parametrize("growing", [None, [], [("expandable_segments:True", prediction(live=110))]])

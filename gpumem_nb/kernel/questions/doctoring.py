@@ -79,7 +79,7 @@ class Doctoring(AsksRanks):
             raise NotThisTime("Settings were changed while the session was examined. Run it again.")
         found.sort(key=lambda finding: finding.order)
         diagnosis = Diagnosis(tuple(found), tuple(dict.fromkeys(notes)), _came(evidence))
-        self._record.answered(DOCTOR, diagnosis.summary)
+        self._record.answered(DOCTOR, diagnosis.summary, evidence.steps, evidence.workload.name)
         return diagnosis
 
     def checklist(self, progress: Progress) -> Checklist:

@@ -71,7 +71,7 @@ class Tuning(AsksRanks):
             raise InvalidInput(f"seconds={seconds!r} cannot be used: write a number from {LEAST_S:g} to {MOST_S:g}.")
         self._foreground.check_loaded()
         training, ranks = self._training, self._history.size
-        workload, present = training.workload, training.settings
+        workload, present, step = training.workload, training.settings, self._history.steps
         apply = applying(present)
         assert workload is not None
 
@@ -122,7 +122,7 @@ class Tuning(AsksRanks):
         result = replace(result, instead=self._instead(result, budget_bytes, progress))
         if budget_bytes is None:
             self._tell(result, trials.model_version)
-        self._record.answered(TUNER, result.why)
+        self._record.answered(TUNER, result.why, step, workload.name)  # something else may be loaded by now
         return result
 
     def _instead(self, result: TuneResult, budget_bytes: int | None, progress: Progress) -> Instead | None:
