@@ -13,7 +13,7 @@ from gpumem_nb.kernel.cluster import Cluster
 from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.questions.doctoring import Doctoring
 from gpumem_nb.kernel.record import Record
-from gpumem_nb.planning.doctor.finding import STOPS, Diagnosis, Finding
+from gpumem_nb.planning.doctor.finding import STOPS, Diagnosis, Finding, Flip
 from gpumem_nb.planning.doctor.rules import findings
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
 from gpumem_nb.planning.score import Asked
@@ -204,11 +204,17 @@ def test_what_was_tried_out_after_memory_ran_out_is_offered_where_small_steps_ca
     session = Session()
     smaller = DEFAULT.replace(checkpointing="blocks")
     session.predicts = lambda settings: prediction(settings, **of)
-    session.history.rescue = ran_out(Fit(smaller, 100 * MIB))
-    found = next(one for one in session.examine().findings if one.cause == "does not fit")
-    assert (found.flip is not None) is (of == {"verdict": TIGHT})
-    session.history.rescue = ran_out(Fit(smaller, 100 * MIB, barely=True))
-    assert all(one.flip is None for one in session.examine().findings if one.cause == "does not fit")
+
+    def offered(barely: bool = False) -> Flip | None:
+        session.history.rescue = ran_out(Fit(smaller, 100 * MIB, barely))
+        session.history.rescue.model_version = version
+        return next(one.flip for one in session.examine().findings if one.cause == "does not fit")
+
+    version = session.history.model_version
+    assert (offered() is not None) is (of == {"verdict": TIGHT})
+    assert offered(barely=True) is None
+    session.history.model_may_have_changed()
+    assert offered() is None, "that was another model"
 
 
 def test_a_flip_whose_step_fails_on_trial_is_not_offered_and_it_is_said_why() -> None:

@@ -232,7 +232,7 @@ class Doctoring(AsksRanks):
             except (InvalidInput, WorkloadError) as error:
                 in_vain.setdefault("Not possible", []).append(f"{typed(evidence.settings, after)} ({error})")
                 continue
-            if will and not will.measured and evidence.tried_out(after):
+            if will and not will.measured and evidence.tried_out(after, self._history.model_version):
                 will = dataclasses.replace(will, runs=True)  # small steps do not deny what was
             splits, now_per_s = self._predicting.splits(evidence.settings, after), evidence.now_per_s(changes)
             flip = Flip(evidence.settings, after, changes, evidence.needs, will, now_per_s, splits)

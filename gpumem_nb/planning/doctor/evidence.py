@@ -204,9 +204,10 @@ class Evidence:
         """Return what decides which changes are possible."""
         return Circumstances(self.settings, [rank.info for rank in self.ranks], self.workload)
 
-    def tried_out(self, settings: Settings) -> bool:
-        """Return whether the step that ran out of memory was tried out under these settings, and fits."""
-        instead = self.rescue.instead if self.rescue else None
+    def tried_out(self, settings: Settings, model_version: int) -> bool:
+        """Return whether the step that ran out of memory was tried out under these settings, and fits the model now."""
+        same = self.rescue is not None and self.rescue.model_version == model_version
+        instead = self.rescue.instead if self.rescue and same else None
         return instead is not None and any(one.fits and one.settings == settings for one in instead.tried)
 
     def lighter(self, category: str, phase: str) -> tuple[Changes, ...]:
