@@ -143,7 +143,7 @@ class Instead:
     def _fastest(self) -> str:
         assert self.fastest
         if self.fastest.settings.samples_per_rank != self.failed.samples_per_rank:
-            return ", none at this global batch"
+            return ", while nothing that was tried at this global batch fits"
         if self._alone:
             return ""
         return ", the fastest at this global batch" if self.timed else ", the mildest change"

@@ -79,7 +79,7 @@ def test_what_changes_the_mathematics_or_the_global_batch_comes_after_all_else()
     alone = instead_of(FAILED, 2, [sixteen, Fit(FAILED.replace(batch_size=4), 10 * MIB, False, 9000.0)])
     assert [one.settings for one in alone.offers] == [BF16], "nothing keeps the mathematics at this global batch"
     fewer = instead_of(FAILED, 2, [Fit(FAILED.replace(batch_size=4), 10 * MIB, False, 9000.0)]).words(FAILED)
-    assert "the global batch becomes 8 instead of 64), none at this global batch" in fewer
+    assert "the global batch becomes 8 instead of 64), while nothing that was tried at this global batch fits" in fewer
 
 
 def test_a_loss_whose_parts_are_not_its_mean_keeps_its_micro_batches() -> None:
