@@ -157,6 +157,7 @@ class Reachable:
             left = MODULES_OWN | made_anew(module)
             names = [name for name in vars(module) if name not in left]
             self._names(vars(module), names, depth, id(module), left)
+            self._names(_Attributes(module), _slots(type(module)), depth, id(module))
             for hooks in own_hooks:
                 self._elements(hooks, depth, (id(hooks), ""))
 
@@ -168,6 +169,7 @@ class Reachable:
         self._class(type(optimizer))
         names = vars(optimizer)
         self.places.append(Names(names, names, id(optimizer), frozenset()))
+        self._names(_Attributes(optimizer), _slots(type(optimizer)), _DEPTH, id(optimizer))
         for name, value in list(names.items()):
             if isinstance(value, Optimizer):
                 self._optimizer(value)
