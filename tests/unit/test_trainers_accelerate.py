@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, PartialState
 
+from gpumem_nb.engine.trainers.prepared import of_accelerator
 from gpumem_nb.shared.errors import WorkloadError
 from tests.trainers import alone, differing, made
 
@@ -67,6 +68,44 @@ def test_it_trains_as_the_loop_does_bit_for_bit(named: str, steps: int, cell: di
     assert ours.trainer.live.settings.lr_schedule == "own"
     assert ours.evaluated().keys() == {"loss"}
     assert ours.adopted.kind == "accelerate's Accelerator"
+
+
+@pytest.mark.parametrize("linked", [True, False])
+@pytest.mark.parametrize("kind", ["StepLR", "OneCycleLR"])
+def test_on_two_ranks_a_prepared_schedule_goes_on_as_on_two_processes(
+    kind: str, linked: bool, cell: dict[str, Any]
+) -> None:
+    torch, found = cell["torch"], []
+    for ours in (False, True):
+        opt = torch.optim.SGD(cell["nn"].Linear(2, 2).parameters(), lr=1.0)
+        options = {"step_size": 2} if kind == "StepLR" else {"max_lr": 1.0, "total_steps": 9}
+        schedule = getattr(torch.optim.lr_scheduler, kind)(opt, **options)
+        accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=linked)
+        things = accelerator.prepare(cell["nn"].Linear(2, 2), opt, schedule)
+        one = of_accelerator(accelerator, 2).parts["scheduler"] if ours else things[2]
+        vars(PartialState())["num_processes"] = 1 if ours else 2
+        rates = []
+        for _ in range(6):
+            things[1].step()
+            one.step()
+            rates.append(opt.param_groups[0]["lr"])
+        found.append(rates)
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 1
+
+
+def test_a_schedule_that_was_not_prepared_goes_on_once_a_step(cell: dict[str, Any]) -> None:
+    _, (net, opt, loader, _, schedule) = cell["prepared"](1)
+    ours = alone({"trainer": (net, opt, loader, schedule.scheduler), "loss": cell["criterion"]}, 5)
+    assert ours.rates == [0.05, 0.05, 0.025, 0.025, 0.0125]
+
+
+def test_batches_that_are_shared_out_among_processes_are_refused(cell: dict[str, Any]) -> None:
+    config = DataLoaderConfiguration(split_batches=True)
+    accelerator, _ = cell["prepared"](dataloader_config=config)
+    assert of_accelerator(accelerator, 1).parts.keys() >= {"model", "data"}
+    with pytest.raises(WorkloadError, match=r"split_batches=True.* give the loader a batch_size of 1/4 of what it has"):
+        of_accelerator(accelerator, 4)
 
 
 def test_its_precision_becomes_the_knobs_and_leaves_the_model(cell: dict[str, Any]) -> None:

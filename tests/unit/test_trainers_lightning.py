@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_nb.engine.storing.capture import plain
-from gpumem_nb.engine.trainers.lightning_module import Every
+from gpumem_nb.engine.trainers.pace import Paced
 from gpumem_nb.shared.errors import WorkloadError
 from tests.trainers import alone, differing, made
 
@@ -135,7 +135,8 @@ def test_its_precision_becomes_the_knobs(cell: dict[str, Any]) -> None:
 
 def test_hooks_and_callbacks_are_named(cell: dict[str, Any]) -> None:
     kind = type("Hooked", (cell["Module"],), {"on_train_epoch_end": lambda self: None, "__module__": "__main__"})
-    trainer = cell["fitted"](callbacks=[cell["L"].pytorch.callbacks.EarlyStopping("right")])
+    stopping = cell["L"].pytorch.callbacks.EarlyStopping("right")
+    trainer = cell["fitted"](callbacks=[stopping])
     left_out = alone({"trainer": trainer, "model": kind()}, 1).adopted.left_out
     assert "hooks that no step here calls: on_train_epoch_end" in left_out
     assert "callbacks, which no step here calls: EarlyStopping" in left_out
@@ -170,8 +171,10 @@ def mine(**methods):
         with pytest.raises(AssertionError, match=REFUSED[code]):
             alone({"trainer": eval(code, cell)}, 1)
         return
+    made_of = eval(code, cell)
+    parts = {"model": made_of[0], "trainer": made_of[1]} if isinstance(made_of, tuple) else {"trainer": made_of}
     with pytest.raises(WorkloadError, match=REFUSED[code]):
-        alone({"trainer": eval(code, cell)}, 0)
+        alone(parts, 0)
 
 
 def test_what_a_module_asks_of_its_trainer_is_answered_or_told(cell: dict[str, Any]) -> None:
@@ -194,7 +197,7 @@ def test_what_a_module_asks_of_its_trainer_is_answered_or_told(cell: dict[str, A
 def test_a_schedule_by_the_epoch_is_saved_and_goes_on(cell: dict[str, Any]) -> None:
     def schedulers() -> tuple[Any, Any]:
         optimizer = cell["torch"].optim.SGD(cell["Module"]().parameters(), lr=1.0)
-        return Every(cell["torch"].optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5), 3), optimizer
+        return Paced(cell["torch"].optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5), 3), optimizer
 
     one, optimizer = schedulers()
     rates = []

@@ -65,8 +65,8 @@ def _taken(trainer: Any, beside: Mapping[str, Any], ranks: int, device: torch.de
             raise WorkloadError("A Lightning Trainer knows no module yet. Name it, too: model=module.")
         return of_module(beside["model"], trainer, beside, ranks)
     if type(trainer).__name__ == "Accelerator" and type(trainer).__module__.startswith("accelerate."):
-        return of_accelerator(trainer)
+        return of_accelerator(trainer, ranks)
     if isinstance(trainer, list | tuple) and any(isinstance(thing, nn.Module) for thing in trainer):
-        return of_prepared(trainer)
+        return of_prepared(trainer, ranks)
     hint = " Name it as model= and its data as data=." if isinstance(trainer, nn.Module) else ""
     raise WorkloadError(f"trainer= is of type {type(trainer).__name__}. Allowed: {_KINDS}.{hint}")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ...internals.lightning_internals import logging_to
 from ...shared.errors import WorkloadError, text_of
+from .pace import Paced
 from .taking import Taking, length_of
 
 _ARGUMENTS = {
@@ -252,7 +252,7 @@ def _take_update(taking: Taking, module: Any, trainer: Any, loader: Any, ranks: 
     if interval == "epoch":
         every *= _steps_of_epoch(loader, ranks, accumulation)
     kind = type(scheduler).__name__
-    taking.part("scheduler", scheduler if every == 1 else Every(scheduler, every), kind, "configure_optimizers")
+    taking.part("scheduler", scheduler if every == 1 else Paced(scheduler, every), kind, "configure_optimizers")
     often = "each step" if every == 1 else f"every {every:,} steps"
     taking.row("lr_schedule", f"own, {often}", f"interval={interval!r}, frequency={schedule.get('frequency') or 1}")
 
@@ -290,35 +290,6 @@ def _steps_of_epoch(loader: Any, ranks: int, accumulation: int) -> int:
             "The scheduler goes on once an epoch, and the training data has no length. Let configure_optimizers return "
             "it with interval='step'."
         ) from None
-
-
-class Every(LRScheduler):
-    """A scheduler that goes on once in so many steps: each epoch, say."""
-
-    def __init__(self, inner: LRScheduler, steps: int) -> None:
-        # Not torch's: that would set the rate of the first step once more.
-        self.optimizer, self.inner, self.steps, self.done = inner.optimizer, inner, steps, 0
-
-    def step(self, epoch: int | None = None) -> None:
-        """A step was done."""
-        self.done += 1
-        if self.done % self.steps == 0:
-            self.inner.step()
-
-    def get_last_lr(self) -> list[Any]:
-        """Return the rates that it set last."""
-        return list(self.inner.get_last_lr())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where it is."""
-        return {"done": self.done, "inner": self.inner.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there; a file holds plain dicts, and some schedulers count in a ``Counter``."""
-        kept, known = state_dict["inner"], vars(self.inner)
-        counted = {name: Counter(kept[name]) for name in kept if isinstance(known.get(name), Counter)}
-        self.done = state_dict["done"]
-        self.inner.load_state_dict({**kept, **counted})
 
 
 def _take_knobs(taking: Taking, trainer: Any) -> None:

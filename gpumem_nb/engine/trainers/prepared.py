@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from ...internals.accelerate_internals import prepared_by
 from ...shared.errors import WorkloadError
+from .pace import Paced
 from .taking import Taking, length_of
 
 # What accelerate's prepare() makes of an optimizer, a scheduler and a loader, and where it keeps what it was given.
@@ -40,21 +42,26 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return plain
 
 
-def of_accelerator(accelerator: Any) -> Taking:
-    """Take what an ``Accelerator`` has prepared.
+def of_accelerator(accelerator: Any, ranks: int) -> Taking:
+    """Take what an ``Accelerator`` has prepared, as it would train it on so many processes.
 
     Raises:
         WorkloadError: it has prepared nothing, more than one model or optimizer, or trains on several devices.
     """
-    return _of(prepared_by(accelerator), "what the Accelerator prepared")
+    if accelerator.split_batches and ranks > 1:
+        raise WorkloadError(
+            "This Accelerator shares each batch out among the processes (split_batches=True), and here a batch is a "
+            f"rank's own. Leave that out, and give the loader a batch_size of 1/{ranks} of what it has now."
+        )
+    return _of(prepared_by(accelerator), "what the Accelerator prepared", ranks)
 
 
-def of_prepared(things: Iterable[Any]) -> Taking:
+def of_prepared(things: Iterable[Any], ranks: int) -> Taking:
     """Take what ``prepare`` returned; raises ``WorkloadError`` as :func:`of_accelerator`."""
-    return _of(list(things), "what prepare returned")
+    return _of(list(things), "what prepare returned", ranks)
 
 
-def _of(things: list[Any], source: str) -> Taking:
+def _of(things: list[Any], source: str, ranks: int) -> Taking:
     from accelerate.state import AcceleratorState, GradientState
 
     try:
@@ -68,7 +75,7 @@ def _of(things: list[Any], source: str) -> Taking:
     models = [thing for thing in things if isinstance(thing, nn.Module)]
     optimizers = [thing for thing in things if hasattr(thing, "param_groups")]
     loaders = [thing for thing in things if isinstance(thing, DataLoader)]
-    schedulers = [unprepared(thing) for thing in things if type(thing).__name__ == "AcceleratedScheduler"]
+    schedulers = [thing for thing in things if _is_scheduler(thing)]
     for what, found in (("model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
         if len(found) > 1:
             raise WorkloadError(
@@ -84,8 +91,7 @@ def _of(things: list[Any], source: str) -> Taking:
     for optimizer in map(unprepared, optimizers):
         taking.optimizer(optimizer, source, "the optimizer")
     for scheduler in schedulers:
-        taking.part("scheduler", scheduler, type(scheduler).__name__, source)
-        taking.row("lr_schedule", "own", f"{type(scheduler).__name__}, once a step")
+        _take_schedule(taking, scheduler, source, ranks)
     for role, loader in zip(("data", "eval_data"), loaders, strict=False):
         taking.part(role, unprepared(loader), length_of(loader.dataset), f"{source}: its {_ORDINAL[role]} DataLoader")
     if more := loaders[len(_ORDINAL) :]:
@@ -94,6 +100,22 @@ def _of(things: list[Any], source: str) -> Taking:
     taking.knob("precision", PRECISIONS[state.mixed_precision], f"mixed_precision={state.mixed_precision!r}")
     taking.knob("accumulation_steps", GradientState().num_steps, "gradient_accumulation_steps")
     return taking
+
+
+def _is_scheduler(thing: Any) -> bool:
+    return isinstance(thing, LRScheduler) or type(thing).__name__ == "AcceleratedScheduler"
+
+
+def _take_schedule(taking: Taking, given: Any, source: str, ranks: int) -> None:
+    """Take a scheduler; one that was prepared goes on in each step as often as there are processes."""
+    scheduler = unprepared(given)
+    kind, times = type(scheduler).__name__, 1
+    if scheduler is not given and given.step_with_optimizer and not given.split_batches:
+        times = ranks
+    paced = times > 1 and not isinstance(scheduler, ReduceLROnPlateau)  # which is refused
+    taking.part("scheduler", Paced(scheduler, times=times) if paced else scheduler, kind, source)
+    often = f"{times} times a step, as accelerate does on {times} processes" if times > 1 else "once a step"
+    taking.row("lr_schedule", "own", f"{kind}, {often}")
 
 
 _ORDINAL = {"data": "first", "eval_data": "second"}
