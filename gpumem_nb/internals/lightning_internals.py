@@ -61,3 +61,8 @@ def logging_to(module: Any, log: Callable[[str, Any], None], trainer: Any) -> It
             vars(module).pop(name, None)
         vars(module).update(own)
         module._trainer = before
+
+
+def syncs_batch_norm(trainer: Any) -> bool:
+    """Return whether a ``Trainer`` would have batch norm take statistics over all processes, if it had several."""
+    return trainer._accelerator_connector._layer_sync is not None

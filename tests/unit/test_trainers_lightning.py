@@ -136,10 +136,12 @@ def test_its_precision_becomes_the_knobs(cell: dict[str, Any]) -> None:
 def test_hooks_and_callbacks_are_named(cell: dict[str, Any]) -> None:
     kind = type("Hooked", (cell["Module"],), {"on_train_epoch_end": lambda self: None, "__module__": "__main__"})
     stopping = cell["L"].pytorch.callbacks.EarlyStopping("right")
-    trainer = cell["fitted"](callbacks=[stopping])
+    trainer = cell["fitted"](callbacks=[stopping], limit_val_batches=2, sync_batchnorm=True)
     left_out = alone({"trainer": trainer, "model": kind()}, 1).adopted.left_out
     assert "hooks that no step here calls: on_train_epoch_end" in left_out
     assert "callbacks, which no step here calls: EarlyStopping" in left_out
+    assert "limit_val_batches=2: evaluations see all of the validation data" in left_out
+    assert "sync_batchnorm=True: batch norm takes the statistics of each rank's own micro-batch" in left_out
 
 
 REFUSED = {
@@ -151,6 +153,9 @@ REFUSED = {
     "mine(training_step=lambda self, batch: None)": "training_step returned no loss",
     "mine(train_dataloader=lambda self: {'a': 1, 'b': 2})": "gives several loaders, and one is trained on here",
     "mine(train_dataloader=lambda self: L.pytorch.utilities.CombinedLoader([1]))": "gives several loaders",
+    "Module(), fitted(limit_train_batches=3)": r"on a part of the data \(limit_train_batches=3\), and steps here go",
+    "Module(), fitted(limit_train_batches=0.5)": r"limit_train_batches=0.5",
+    "Module(), fitted(overfit_batches=2)": r"limit_train_batches=2",
     "fitted()": "knows no module yet. Name it, too: model=module",
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpumem_nb.internals.accelerate_internals import prepared_by
-from gpumem_nb.internals.lightning_internals import logging_to
+from gpumem_nb.internals.lightning_internals import logging_to, syncs_batch_norm
 from gpumem_nb.internals.transformers_internals import among, forget_scheduler, on_this_device
 from tests.unit.private_parts import checks, must
 
@@ -71,3 +71,13 @@ def _logs() -> None:
         module.log_dict({"two": 2.0})
     must(seen == [("one", 1.0), ("two", 2.0)], "it logs by another way")
     must(module.trainer is trainer and "log" not in vars(module), "its Trainer is not put back")
+
+
+@checks("lightning", "whether batch norm is synchronized")
+def _batch_norm() -> None:
+    lightning = pytest.importorskip("lightning", reason="make test installs it")
+    for asked in (False, True):
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, sync_batchnorm=asked
+        )
+        must(syncs_batch_norm(trainer) == asked, "it is known from somewhere else")

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ...internals.lightning_internals import logging_to
+from ...internals.lightning_internals import logging_to, syncs_batch_norm
 from ...shared.errors import WorkloadError, text_of
 from .pace import Paced
 from .taking import Taking, length_of
@@ -116,8 +116,18 @@ def _check(module: Any, trainer: Any) -> None:
             f"This Trainer has the {strategy}, which spreads a model or its updates over processes of its own. A "
             "session has a whole model on every rank. Make the Trainer with devices=1."
         )
+    if trainer and _is_part(limit := trainer.limit_train_batches):  # overfit_batches and fast_dev_run set it, too
+        raise WorkloadError(
+            f"This Trainer trains on a part of the data (limit_train_batches={limit}), and steps here go through "
+            "all of it. Leave that out, and give the loader the part: torch.utils.data.Subset(dataset, range(100))."
+        )
     if trainer and trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm") != "norm":
         raise WorkloadError("This Trainer clips gradients by value, and steps here clip by their norm: leave it out.")
+
+
+def _is_part(limit: float) -> bool:
+    """Return whether a limit of batches leaves some out: a share below 1, or any number of them."""
+    return isinstance(limit, int) or limit < 1
 
 
 class ModuleLoss:
@@ -310,4 +320,8 @@ def _leave(taking: Taking, module: Any, trainer: Any) -> None:
     callbacks = [type(one).__name__ for one in trainer.callbacks] if trainer else []
     if theirs := [name for name in callbacks if name not in _USUAL]:
         taking.leave(f"callbacks, which no step here calls: {', '.join(theirs)}")
+    if trainer and _is_part(limit := trainer.limit_val_batches):
+        taking.leave(f"limit_val_batches={limit}: evaluations see all of the validation data")
+    if trainer and syncs_batch_norm(trainer):
+        taking.leave("sync_batchnorm=True: batch norm takes the statistics of each rank's own micro-batch")
     taking.leave("self.log in training_step; self.global_step, self.current_epoch and batch_idx stay at 0")
