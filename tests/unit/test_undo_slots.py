@@ -46,12 +46,15 @@ def test_what_an_optimizer_keeps_in_slots_is_put_back() -> None:
     class Own(torch.optim.SGD):
         __slots__ = ("updates", "widths")
 
+        updates: int
+        widths: list[float]
+
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             self.updates += 1
             self.widths.append(1.0)
 
     net = nn.Linear(2, 2)
-    optimizer = Own(net.parameters(), lr=0.1)
+    optimizer: Any = Own(net.parameters(), lr=0.1)
     optimizer.updates, optimizer.widths = 0, list[float]()
     undo = UpdateUndo(net.parameters(), optimizer)
     optimizer.step()
