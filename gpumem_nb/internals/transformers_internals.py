@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,13 +33,17 @@ def among(trainer: Any, ranks: int, accumulation_steps: int) -> Iterator[None]:
 
     What TRL's trainers note of each loss, until they write it out, is dropped: nothing writes it out here.
     """
-    state = vars(trainer.accelerator.state)  # which all of this process's share
-    before = state.get("num_processes", 1)
-    state["num_processes"], trainer.current_gradient_accumulation_steps = ranks, accumulation_steps
+    # Each is shared by all of its class in this process; making one of the first anew reads it from the second.
+    states = [vars(trainer.accelerator.state), sys.modules["accelerate.state"].PartialState._shared_state]
+    before = [state.get("num_processes", 1) for state in states]
+    trainer.current_gradient_accumulation_steps = accumulation_steps
     try:
+        for state in states:
+            state["num_processes"] = ranks
         yield
     finally:
-        state["num_processes"] = before
+        for state, processes in zip(states, before, strict=True):
+            state["num_processes"] = processes
         if any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
             for noted in trainer._metrics.values():
                 noted.clear()

@@ -29,6 +29,7 @@ def _prepared() -> None:
 
 @checks("transformers", "the device, the scheduler and the processes of a Trainer")
 def _trainer() -> None:
+    from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
     with TemporaryDirectory() as folder:
@@ -42,6 +43,7 @@ def _trainer() -> None:
         forget_scheduler(trainer)
         must(trainer.lr_scheduler is None, "its own scheduler stays")
         with among(trainer, 5, 2):
+            must(AcceleratorState().num_processes == 5, "the number of processes is set anew from somewhere else")
             must(trainer.accelerator.num_processes == 5, "the number of processes is somewhere else")
         must(trainer.accelerator.num_processes == 1, "the number of processes stays")
 
