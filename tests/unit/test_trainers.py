@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpumem_nb.engine.trainers.transformers_trainer import of_trainer
 from gpumem_nb.report.adopted import AdoptedReport
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.messages import Chunk
@@ -59,6 +60,9 @@ ALIKE = {
     "a loss of its class": "classified(Weighted, gradient_accumulation_steps=2)",
     "a mean over samples": "classified(gradient_accumulation_steps=2)",
     "an optimizer of one's own": "own_optimizer()",
+    "a schedule of its class": "trained_by(Scheduled, lr_scheduler_type='constant')",
+    "gradients that a negative norm leaves as they are": "trained_by(max_grad_norm=-1.0)",
+    "a part in evaluation mode, which its steps end": "with_a_part_in_evaluation_mode()",
 }
 
 
@@ -72,6 +76,16 @@ def cell() -> dict[str, Any]:
     return made(
         CELL
         + """
+class Scheduled(Trainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        return self.lr_scheduler
+
+def with_a_part_in_evaluation_mode():
+    trainer = classified()
+    trainer.model.layers.insert(1, nn.BatchNorm1d(8).eval())
+    return trainer
+
 def own_optimizer():
     model = gpt2()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -308,7 +322,15 @@ def test_nothing_is_said_of_what_is_as_usual(cell: dict[str, Any]) -> None:
 REFUSED = {
     "a step of its own": (
         "type('Mine', (Trainer,), {'training_step': lambda *_: None, '__module__': '__main__'})",
-        r"^trainer=: this Mine defines training_step, which no step here calls\. Put what it computes into compute",
+        r"^trainer=: this Mine defines training_step, which no step here calls\. Put what it does into compute",
+    ),
+    "clipping of its own": (
+        "type('Mine', (Trainer,), {'_clip_grad_norm': lambda *_: None, '__module__': '__main__'})",
+        r"defines _clip_grad_norm, which no step here calls\. .* or leave it out\.$",
+    ),
+    "a precision of its own": (
+        "type('Mine', (Trainer,), {'compute_loss_context_manager': lambda *_: None, '__module__': '__main__'})",
+        r"defines compute_loss_context_manager, which no step here calls",
     ),
     "no data": ("lambda model, args, **_: Trainer(model, args)", "has no train_dataset. Make it with one"),
     "batches put together": (
@@ -366,3 +388,10 @@ def test_a_model_beside_a_trainer_is_refused_and_validation_data_are_taken(cell:
     assert ours.trainer.evaluator.length == 8
     rows = [(one.value, one.source) for one in ours.adopted.taken if one.what == "eval_data"]
     assert rows == [("list", "eval_data=, named beside trainer=")]
+
+
+def test_batches_that_several_ranks_would_share_are_refused(cell: dict[str, Any]) -> None:
+    trainer = of(cell, "trained_by(accelerator_config={'split_batches': True})")
+    of_trainer(trainer, 1, torch.device("cpu"))
+    with pytest.raises(WorkloadError, match=r"split_batches=True.* make batches 1/2 as large"):
+        of_trainer(trainer, 2, torch.device("cpu"))

@@ -104,7 +104,7 @@ def test_batches_that_are_shared_out_among_processes_are_refused(cell: dict[str,
     config = DataLoaderConfiguration(split_batches=True)
     accelerator, _ = cell["prepared"](dataloader_config=config)
     assert of_accelerator(accelerator, 1).parts.keys() >= {"model", "data"}
-    with pytest.raises(WorkloadError, match=r"split_batches=True.* give the loader a batch_size of 1/4 of what it has"):
+    with pytest.raises(WorkloadError, match=r"split_batches=True.* make batches 1/4 as large"):
         of_accelerator(accelerator, 4)
 
 

@@ -25,6 +25,14 @@ _ARGUMENTS = {"accumulation_steps": "gradient_accumulation_steps", "precision": 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
+def shares_batches(ranks: int) -> str:
+    """Return why batches that several processes share cannot be kept, and what to do."""
+    return (
+        "shares each batch out among the processes (split_batches=True), and here a batch is a rank's own. Leave that "
+        f"out, and make batches 1/{ranks} as large."
+    )
+
+
 def unprepared(value: Any) -> Any:
     """Return the object that accelerate's ``prepare()`` was given; any other value itself."""
     kind = type(value)
@@ -49,10 +57,7 @@ def of_accelerator(accelerator: Any, ranks: int) -> Taking:
         WorkloadError: it has prepared nothing, more than one model or optimizer, or trains on several devices.
     """
     if accelerator.split_batches and ranks > 1:
-        raise WorkloadError(
-            "This Accelerator shares each batch out among the processes (split_batches=True), and here a batch is a "
-            f"rank's own. Leave that out, and give the loader a batch_size of 1/{ranks} of what it has now."
-        )
+        raise WorkloadError(f"This Accelerator {shares_batches(ranks)}")
     return _of(prepared_by(accelerator), "what the Accelerator prepared", ranks)
 
 

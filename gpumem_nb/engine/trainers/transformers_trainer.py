@@ -13,7 +13,7 @@ from ...internals.transformers_internals import forget_scheduler, on_this_device
 from ...shared.errors import WorkloadError
 from ..random_state import seeded
 from ..replay.checkpointing import find_blocks
-from .prepared import PRECISIONS, unprepared, unwrapped
+from .prepared import PRECISIONS, shares_batches, unprepared, unwrapped
 from .taking import Taking, length_of, named
 from .transformers_loss import TrainerLoss, TrainerMetric, counts_all_ranks
 
@@ -30,11 +30,16 @@ _ARGUMENTS = {
 }
 _CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # as the versions call it
 # What a step of theirs does beside compute_loss: a class of the user's that does it otherwise could not be kept.
-_STEPS = ("training_step", "_inner_training_loop", "_prepare_inputs")
+_STEPS = (
+    *("training_step", "_inner_training_loop", "_run_epoch", "_prepare_for_training", "_prepare_inputs"),
+    *("_prepare_input", "compute_loss_context_manager", "autocast_smart_context_manager", "_clip_grad_norm"),
+)
 _AROUND = ("evaluate", "evaluation_loop", "log", "save_model", "train")  # which are the user's to call
 _WHOLE = "and a session has a whole model on every rank."
 _USUAL = {"DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback"}
 _WITHOUT_AN_UPDATE = ("lomo", "adalomo")  # optimizers that update within backward, as galore's layer by layer do
+
+_OF_METRICS = ("reduce_lr_on_plateau", "greedy")  # schedules that wait for one
 
 # Arguments that change training and are not kept, each with what is done instead.
 _NOT_KEPT = {
@@ -63,11 +68,11 @@ def of_trainer(trainer: Any, ranks: int, device: torch.device) -> Taking:
     Raises:
         WorkloadError: it trains in a way that cannot be kept.
     """
-    for reason in _refusals(trainer):
+    for reason in _refusals(trainer, ranks):
         raise WorkloadError(f"trainer=: {reason}")
     args, taking = trainer.args, Taking(_kind(trainer), _ARGUMENTS)
     on_this_device(trainer, device)
-    model = unwrapped(trainer.model)
+    model = unwrapped(trainer.model).train()  # all of it, as each of its steps does
     taking.model(model, "model")
     taking.part("loss", TrainerLoss(trainer, device), *_loss_in_words(trainer))
     with seeded(args.seed):  # as its own training begins: the order of samples is the same
@@ -93,7 +98,7 @@ def _kind(trainer: Any) -> str:
     return f"{type(trainer).__name__} of {theirs}" if theirs in ("transformers", "trl") else type(trainer).__name__
 
 
-def _refusals(trainer: Any) -> Iterator[str]:
+def _refusals(trainer: Any, ranks: int) -> Iterator[str]:
     args = trainer.args
     what = f"this {type(trainer).__name__}"
     if trainer.is_deepspeed_enabled:
@@ -102,11 +107,13 @@ def _refusals(trainer: Any) -> Iterator[str]:
         yield f"{what} trains with FSDP, {_WHOLE} Make it without fsdp=."
     if getattr(args, "parallelism_config", None) is not None or trainer.is_model_parallel:
         yield f"{what} spreads the model over several devices, {_WHOLE} Load the model onto one device."
+    if trainer.accelerator.split_batches and ranks > 1:
+        yield f"{what} {shares_batches(ranks)}"
     theirs = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
     if theirs and "SFTTrainer" not in theirs:
         yield f"of TRL's trainers SFTTrainer can be attached. {theirs[0]} holds more than one model and its loss."
     for name in filter(lambda name: _is_users(trainer, name), _STEPS):
-        yield f"{what} defines {name}, which no step here calls. Put what it computes into compute_loss."
+        yield f"{what} defines {name}, which no step here calls. Put what it does into compute_loss, or leave it out."
     optim = str(getattr(args.optim, "value", args.optim))
     if trainer.optimizer is None and (optim in _WITHOUT_AN_UPDATE or "layerwise" in optim):
         yield f"optim={optim} updates weights during backward, before gradients are averaged. Use optim=adamw_torch."
@@ -161,9 +168,9 @@ def _take_update(taking: Taking, trainer: Any, loader: Any, ranks: int) -> None:
     source = "trainer.optimizer" if given else f"optim={optim}, weight_decay={args.weight_decay:g}"
     kind, steps = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)), _steps(args, loader, ranks)
     scheduler = unprepared(trainer.lr_scheduler)
-    if scheduler is None and kind in ("reduce_lr_on_plateau", "greedy"):
+    if scheduler is None and kind in _OF_METRICS and not _is_users(trainer, "create_scheduler"):
         taking.leave(f"lr_scheduler_type={kind}, which waits for a metric: the rate stays as it is")
-    elif scheduler is None and kind != "constant":
+    elif scheduler is None and (kind != "constant" or _is_users(trainer, "create_scheduler")):
         scheduler = trainer.create_scheduler(num_training_steps=steps)
     taking.optimizer(optimizer, source, "trainer.optimizer" if given else "learning_rate")
     if scheduler is None:
@@ -201,7 +208,9 @@ def _take_knobs(taking: Taking, trainer: Any, model: nn.Module, loader: Any) -> 
         taking.leave(f"mixed_precision={mixed}, which no knob has")
     source = "neither bf16 nor fp16" if mixed == "no" else f"{mixed}=True"
     taking.knob("precision", PRECISIONS.get(mixed, "fp32"), source)
-    taking.knob("clip_norm", args.max_grad_norm or None, f"max_grad_norm={args.max_grad_norm}")
+    taking.knob(
+        "clip_norm", args.max_grad_norm if args.max_grad_norm > 0 else None, f"max_grad_norm={args.max_grad_norm}"
+    )
     asked = next((name for name in _CHECKPOINTING if getattr(args, name, False)), "")
     if name := _switched_on(model):
         getattr(model, f"{name}_disable")()  # the knob decides from now on
