@@ -34,7 +34,8 @@ def among(trainer: Any, ranks: int, accumulation_steps: int) -> Iterator[None]:
     What TRL's trainers note of each loss, until they write it out, is dropped: nothing writes it out here.
     """
     # Each is shared by all of its class in this process; making one of the first anew reads it from the second.
-    states = [vars(trainer.accelerator.state), sys.modules["accelerate.state"].PartialState._shared_state]
+    shared = sys.modules["accelerate.state"].PartialState._shared_state  # empty where the Trainer came from a file
+    states = [vars(trainer.accelerator.state), *([shared] if shared else [])]
     before = [state.get("num_processes", 1) for state in states]
     trainer.current_gradient_accumulation_steps = accumulation_steps
     try:

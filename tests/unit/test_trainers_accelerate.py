@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, PartialState
 
 from gpumem_nb.engine.trainers.prepared import of_accelerator
+from gpumem_nb.internals.transformers_internals import among
 from gpumem_nb.shared.errors import WorkloadError
 from tests.trainers import alone, differing, made
 
@@ -135,3 +138,21 @@ def test_an_accelerator_that_has_prepared_nothing_says_what_to_run() -> None:
 def test_a_tuple_that_was_never_prepared_is_refused(cell: dict[str, Any]) -> None:
     with pytest.raises(WorkloadError, match=r"no Accelerator has prepared what is in it. Name the objects"):
         alone({"trainer": (cell["nn"].Linear(6, 3), cell["pairs"])}, 1)
+
+
+@pytest.mark.parametrize("named", ["the Accelerator", "what it returned"])
+def test_it_trains_in_a_process_that_was_started_anew(named: str, cell: dict[str, Any]) -> None:
+    accelerator, things = cell["prepared"](2)
+    kept = cloudpickle.dumps(accelerator if named == "the Accelerator" else things)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    ours = alone({"trainer": cloudpickle.loads(kept), "loss": cell["criterion"]}, 1)
+    assert ours.trainer.live.settings.accumulation_steps == 2
+    Accelerator(cpu=True, mixed_precision="bf16")  # which would find a state that was made by halves
+
+
+def test_a_loss_in_a_process_without_an_accelerator_makes_no_state_by_halves() -> None:
+    state = SimpleNamespace(num_processes=1)
+    with among(SimpleNamespace(accelerator=SimpleNamespace(state=state)), 2, 1):
+        assert state.num_processes == 2
+    assert state.num_processes == 1
+    assert PartialState._shared_state == {}

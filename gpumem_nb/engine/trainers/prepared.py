@@ -58,24 +58,31 @@ def of_accelerator(accelerator: Any, ranks: int) -> Taking:
     """
     if accelerator.split_batches and ranks > 1:
         raise WorkloadError(f"This Accelerator {shares_batches(ranks)}")
-    return _of(prepared_by(accelerator), "what the Accelerator prepared", ranks)
+    states = accelerator.state, accelerator.gradient_state
+    return _of(prepared_by(accelerator), "what the Accelerator prepared", ranks, states)
 
 
 def of_prepared(things: Iterable[Any], ranks: int) -> Taking:
     """Take what ``prepare`` returned; raises ``WorkloadError`` as :func:`of_accelerator`."""
-    return _of(list(things), "what prepare returned", ranks)
+    from accelerate.state import AcceleratorState, GradientState, is_initialized
 
-
-def _of(things: list[Any], source: str, ranks: int) -> Taking:
-    from accelerate.state import AcceleratorState, GradientState
-
-    try:
-        taking, state = Taking("accelerate's Accelerator", _ARGUMENTS), AcceleratorState()
-    except ValueError:
+    things = list(things)
+    # A process that was started anew has the objects of the one before, and no Accelerator of its own.
+    optimizer = next((thing for thing in things if hasattr(thing, "accelerator_state")), None)
+    if optimizer is not None:
+        states = optimizer.accelerator_state, optimizer.gradient_state
+    elif is_initialized():
+        states = AcceleratorState(), GradientState()
+    else:
         raise WorkloadError(
             "trainer= is of type tuple, and no Accelerator has prepared what is in it. Name the objects themselves: "
             "model=net data=loader optimizer=opt."
-        ) from None
+        )
+    return _of(things, "what prepare returned", ranks, states)
+
+
+def _of(things: list[Any], source: str, ranks: int, states: tuple[Any, Any]) -> Taking:
+    taking, (state, gradients) = Taking("accelerate's Accelerator", _ARGUMENTS), states
     _check(state)
     models = [thing for thing in things if isinstance(thing, nn.Module)]
     optimizers = [thing for thing in things if hasattr(thing, "param_groups")]
@@ -103,7 +110,7 @@ def _of(things: list[Any], source: str, ranks: int) -> Taking:
         what = f"DataLoader{'s' * (len(more) > 1)}, which {'are' if len(more) > 1 else 'is'}"
         taking.leave(f"{len(more)} more {what} neither trained nor validated on")
     taking.knob("precision", PRECISIONS[state.mixed_precision], f"mixed_precision={state.mixed_precision!r}")
-    taking.knob("accumulation_steps", GradientState().num_steps, "gradient_accumulation_steps")
+    taking.knob("accumulation_steps", gradients.num_steps, "gradient_accumulation_steps")
     return taking
 
 
