@@ -90,7 +90,8 @@ def figures(minutes: float) -> list[Figure]:
             began_s, spent_s = now_s, now_spent_s
             now_heap, now_rss = page.heap(), kernel.memory_info().rss
             say(f"{shares[-1]:.1f} % of a core, kernel {format_bytes(now_rss)}, page {format_bytes(now_heap)}")
-        steps = notebook.evaluate("fed.history.steps") - steps
+        # By another line to the kernel: what was drawn meanwhile waits in the first.
+        steps = Notebook(lab, notebook.page).evaluate("fed.history.steps") - steps
         kernel_mib, page_mib = (kernel.memory_info().rss - before) / MIB, (page.heap() - heap) / MIB
         over = f"{steps} steps of {RANKS} ranks in {minutes:g} minutes"
         notebook.close()
