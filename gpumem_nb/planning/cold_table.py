@@ -56,10 +56,9 @@ class ColdPredictions(Report):
         return self.by_gpu[self._named(gpu)]
 
     def _named(self, gpu: str) -> str:
-        by_key = {gpu_table.key_of(name): name for name in self.by_gpu}
-        if (found := by_key.get(gpu_table.key_of(gpu))) is None:
+        if len(found := gpu_table.called(gpu, self.by_gpu)) != 1:
             raise InvalidInput(f"{gpu!r} was not asked for. There are {', '.join(self.by_gpu)}.")
-        return found
+        return found[0]
 
     @property
     def fitting(self) -> tuple[str, ...]:
@@ -147,11 +146,11 @@ class ColdPredictions(Report):
             (
                 gpu,
                 one.verdict,
+                self._largest_text(gpu),
+                self._fits_with_text(gpu),
                 format_bytes(one.reserved_peak_bytes),
                 f"{format_bytes(one.low_bytes)} to {format_bytes(one.high_bytes)}",
                 format_bytes(one.limit_bytes),
-                self._largest_text(gpu),
-                self._fits_with_text(gpu),
             )
             for gpu, one in self.by_gpu.items()
         )
@@ -163,7 +162,7 @@ class ColdPredictions(Report):
         others = typed(plain, plain.replace(**{name: getattr(settings, name) for name in changed}))
         asked = " ".join(filter(None, [f"batch_size={settings.batch_size}", others]))
         words = frozenset({"GPU", "verdict", _INSTEAD})
-        headings = ("GPU", "verdict", "reserved", "95 %", "may be reserved", "largest batch", _INSTEAD)
+        headings = ("GPU", "verdict", "largest batch", _INSTEAD, "reserved", "95 %", "may be reserved")
         return Table(f"Which GPU fits {asked}?", headings, rows, words)
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,10 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Gpu:
-    """Return the GPU of this name, in any case.
+    """Return the GPU of this name, in any case; the size may be left out where there is one only.
 
     Raises:
-        InvalidInput: it is not known; names the nearest.
+        InvalidInput: it is not known, which names the nearest, or there are several sizes, which names these.
     """
     if not isinstance(name, str):
         raise InvalidInput(
@@ -115,13 +115,28 @@ def find(name: str) -> Gpu:
             f"{', '.join(names())}."
         )
     gpus = table()
-    by_key = {key_of(known): gpu for known, gpu in gpus.items()}
-    if (gpu := by_key.get(key_of(name))) is None:
+    found = called(name, gpus)
+    if len(found) > 1:
+        raise InvalidInput(f"There are several {name} in the table: write {' or '.join(found)}.")
+    if not found:
+        by_key = {key_of(known): known for known in gpus}
         close = nearest(key_of(name), by_key)
         for key, known in by_key.items():
-            close = close.replace(key, known.name)
+            close = close.replace(key, known)
         raise InvalidInput(f"There is no GPU {name!r} in the table: {close}. memory= sets another size, such as 48GB.")
-    return gpu
+    return gpus[found[0]]
+
+
+def called(name: str, gpus: Iterable[str]) -> list[str]:
+    """Return those of some GPUs that are called so: the one with this name, else all that have it before their size."""
+    gpus = list(gpus)
+    same = [gpu for gpu in gpus if key_of(gpu) == key_of(name)]
+    return same or [gpu for gpu in gpus if _model(gpu) == key_of(name)]
+
+
+def _model(gpu: str) -> str:
+    """Return the key of a GPU's name without its size: of A100-40GB that of A100."""
+    return key_of(re.sub(r"[\s_-]+\d+\s*GB$", "", gpu.strip(), flags=re.IGNORECASE))
 
 
 def key_of(name: str) -> str:
@@ -181,7 +196,7 @@ def _of_record(path: Path, known: Mapping[str, Gpu]) -> Iterator[Gpu]:
 
 def _capability_of(name: str, known: Mapping[str, Gpu]) -> tuple[int, int]:
     """Of a GPU of which NVML says this name: as the known one of the longest name in it, such as A100 and not A10."""
-    models = {key_of(re.split(r"[\s_-]", gpu.name.strip())[0]): gpu.capability for gpu in known.values()}
+    models = {_model(gpu.name): gpu.capability for gpu in known.values()}
     inside = [model for model in models if model in key_of(name)]
     return models[max(inside, key=len)] if inside else _AMPERE
 

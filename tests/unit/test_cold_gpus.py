@@ -129,3 +129,14 @@ def test_a_record_that_cannot_be_is_a_sentence(machine: Any, tmp_path: Path, mon
 @pytest.mark.parametrize("name", ["A100 40GB", "a100_40gb", " A100 - 40 GB ", "a10040gb", "A100-40GB"])
 def test_a_gpu_is_found_however_its_name_is_divided(name: str) -> None:
     assert gpu_table.find(name).name == "A100-40GB"
+
+
+@pytest.mark.parametrize(("name", "whole"), [("T4", "T4-16GB"), ("rtx 3090", "RTX3090-24GB"), ("h200", "H200-141GB")])
+def test_a_size_may_be_left_out_where_there_is_one(name: str, whole: str) -> None:
+    assert gpu_table.find(name).name == whole
+
+
+def test_where_there_are_several_sizes_these_are_named() -> None:
+    with pytest.raises(InvalidInput) as raised:
+        gpu_table.find("a100")
+    assert str(raised.value) == "There are several a100 in the table: write A100-40GB or A100-80GB."
