@@ -1,4 +1,4 @@
-"""The quickstart without a browser: ``python -m gpumem_nb.demo`` trains four ranks and prints what it measured."""
+"""The quickstart without a browser: ``python -m gpumem_nb.demo`` trains and prints what it measured."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any
 
 import gpumem_nb
 
-from .install.environment import check_gpus
 from .session import Session
 from .shared.errors import GpumemError
 
-RANKS = 4
 MEMORY_LIMIT = "512MiB"
 ACCURACY_EXPECTED = 0.95
 FLIPS: list[tuple[str, dict[str, Any]]] = [
@@ -57,17 +55,11 @@ def main() -> int:
     return 0
 
 
-def _ranks() -> int:
-    """Return one for each of two or three GPUs that Horovod is built for; the demo also runs with one, or none."""
-    gpus = sum(item.name.startswith("GPU ") for item in check_gpus())
-    return min(gpus, RANKS) if gpus > 1 else RANKS
-
-
 @contextmanager
 def _started() -> Iterator[Session]:
-    ranks = _ranks()
-    _say(f"{ranks} Horovod ranks with {MEMORY_LIMIT} each, on GPUs if there are any, else on virtual ones.")
-    with gpumem_nb.start(ranks, memory_limit=MEMORY_LIMIT) as session:
+    _say(f"Horovod ranks with {MEMORY_LIMIT} each: one for each GPU, or on virtual ones where there is none.")
+    with gpumem_nb.start(memory_limit=MEMORY_LIMIT) as session:
+        print(session.chosen)
         print(session.status())
         yield session
 
