@@ -1,6 +1,7 @@
 """Reports: tables and sentences as text for a terminal, as HTML for notebooks and pages, and as data.
 
 However narrow a notebook is, HTML made here breaks no word, and no command that is to be typed: what is wider scrolls.
+A press on a command copies it. JupyterLab takes that away from notebooks that it does not trust, as all scripts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ _SCROLLS = f"overflow-x: auto; max-width: 100%; {_WHOLE_WORDS}"
 _NOTE_STYLE = f"color: var(--jp-ui-font-color2, inherit); margin: 4px 8px; {_SCROLLS}"
 _WORDS_STYLE = f"margin: 0; white-space: pre-wrap; {_SCROLLS}"
 _COMMAND_STYLE = "white-space: nowrap"
+# The old way to copy: unlike navigator.clipboard it works on servers without https, too.
+_COPIES = (
+    """onmouseover="this.title='press to copy';this.style.cursor='copy'" """
+    """onclick="getSelection().selectAllChildren(this);document.execCommand('copy')&&(this.title='copied')\""""
+)
 
 # A command with its arguments, a knob with its value, and a path: without the full stop or bracket that comes after.
 _PAIR = r"[A-Za-z_]\w*=[^\s;()]*[^\s.,:;()…]"
@@ -106,10 +112,13 @@ def _lines(row: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def marked(text: str) -> str:
-    """Return text as HTML, in which commands and settings that are to be typed stay on one line each."""
+    """Return text as HTML, in which commands and settings that are to be typed stay whole; a press copies one."""
     parts, end = list[str](), 0
     for found in _COMMAND.finditer(text):
-        parts += escape(text[end : found.start()]), f"<code style='{_COMMAND_STYLE}'>{escape(found[0])}</code>"
+        parts += (
+            escape(text[end : found.start()]),
+            f"<code style='{_COMMAND_STYLE}' {_COPIES}>{escape(found[0])}</code>",
+        )
         end = found.end()
     return "".join([*parts, escape(text[end:])])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -14,6 +13,7 @@ from ..kernel.lifecycle import RESTARTING
 from ..kernel.policy import RULES
 from ..report.bottleneck import Bottleneck
 from ..report.differences import DOES
+from ..report.tables import marked
 from ..shared.errors import GpumemError
 from ..shared.knobs import KNOBS, Knob
 from ..shared.knobs.communication import COMMUNICATION_FOLD
@@ -220,9 +220,9 @@ class BottleneckLine:
         said = history.autotuned
         if said and history.now_s() - said.time_s < _AUTOTUNED_S:
             verdict = None  # there is room for one of them
-            self._sentence.html = f"<p>{escape(said.text)}</p>"
+            self._sentence.html = f"<p>{marked(said.text)}</p>"
         else:
-            self._sentence.html = f"<p>{escape(verdict.sentence)}</p>" if verdict else ""
+            self._sentence.html = f"<p>{marked(verdict.sentence)}</p>" if verdict else ""
         self._button.layout.display = "" if verdict and verdict.changes else "none"
         self._button.description = f"Apply {verdict.typed}" if verdict else ""
 

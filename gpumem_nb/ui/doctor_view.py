@@ -12,7 +12,7 @@ import ipywidgets
 
 from ..planning.doctor.finding import Diagnosis, Finding, Flip, card
 from ..report.speed import FEWEST_STEPS, WARM_UP_STEPS
-from ..report.tables import notes_html
+from ..report.tables import marked, notes_html
 from ..shared.answers import Progress
 from ..shared.units import format_bytes, format_rate
 from . import threads
@@ -92,7 +92,7 @@ class DiagnosisView:
         about = region("gpumem-about", "group", finding.title)
         about.html = card(finding)
         helps = region("gpumem-what", "group", "what helps")
-        helps.html = (_flip(flip) if flip else "") + (f"<p>{escape(finding.do)}</p>" if finding.do else "")
+        helps.html = (_flip(flip) if flip else "") + (f"<p>{marked(finding.do)}</p>" if finding.do else "")
         if not flip:
             return box([about, box([helps], "gpumem-helps")], "gpumem-finding")
         apply = ApplyButton(
@@ -131,7 +131,7 @@ class DiagnosisView:
         flip, now = one.flip, self._session.history.now()
         rescue = self._session.history.rescue
         if rescue and rescue.settings == flip.after and rescue.did:
-            one.said.html, one.settled = f"<p>{escape(rescue.headline)} {escape(_sentence(rescue.did))}</p>", True
+            one.said.html, one.settled = f"<p>{marked(rescue.headline)} {marked(_sentence(rescue.did))}</p>", True
             return
         # Beside what was predicted of these settings and this workload, what others came to would say nothing.
         if (self._session.settings, self._session.workload) != (flip.after, self._workload):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
+from ..report.tables import marked
 from ..shared.answers import Progress
 from ..shared.errors import GpumemError
 from .widgets import Ask, box, button, family, region, toggle
@@ -185,7 +186,7 @@ class SearchView:
         """Nothing is asked any more, and the next question may be."""
         self._asked = None
         self._stop.layout.display = "none"
-        self._said.html = f"<p>{escape(said)}</p>" if said else ""
+        self._said.html = f"<p>{marked(said)}</p>" if said else ""
         self.follow("")
         self._fold()
 

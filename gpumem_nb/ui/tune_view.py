@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from ..planning.tuning.result import TuneResult
 from ..planning.what_if import COLUMNS, ROWS, Cell, WhatFits
-from ..report.tables import notes_html, shown_html
+from ..report.tables import marked, notes_html, shown_html
 from ..shared.answers import Progress
 from ..shared.errors import InvalidInput
 from . import threads
@@ -66,7 +65,7 @@ def fits_view(found: WhatFits, ask: Ask) -> Any:
         children += [_button(cells.get(mode), found, fastest, ask) for mode in modes]
     grid = box(children, "gpumem-fits-map")
     grid.layout.grid_template_columns = f"max-content repeat({len(modes)}, minmax(7em, 1fr))"
-    notes = ipywidgets.HTML("".join(f"<p>{escape(note)}</p>" for note in [*found.notes, _KEY]))
+    notes = ipywidgets.HTML("".join(f"<p>{marked(note)}</p>" for note in [*found.notes, _KEY]))
     notes.add_class("gpumem-notes")
     return ipywidgets.VBox([grid, notes])
 
@@ -126,7 +125,7 @@ class TuneView(SearchView):
     def _details(self, result: TuneResult) -> list[Any]:
         """Return why, and what was measured, as a chart and as a table that is folded."""
         table = f"<details><summary>everything that was measured</summary>{shown_html(result.shown[1:])}</details>"
-        parts: list[Any] = [ipywidgets.HTML(f"<p>{escape(result.why)}</p>"), ipywidgets.HTML(table)]
+        parts: list[Any] = [ipywidgets.HTML(f"<p>{marked(result.why)}</p>"), ipywidgets.HTML(table)]
         if result.measured:
             from .figures import tuned_widget  # plotly takes long to import
 

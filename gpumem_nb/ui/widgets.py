@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -11,6 +10,7 @@ import anywidget
 import ipywidgets
 import traitlets
 
+from ..report.tables import marked
 from ..shared.errors import GpumemError
 from . import threads
 
@@ -149,5 +149,5 @@ class ApplyButton:
         except Exception as error:
             said = f"That did not work: {type(error).__name__}: {error}"
         if said:
-            self.said.html = f"<p>{escape(said)}</p>"
+            self.said.html = f"<p>{marked(said)}</p>"
         self.button.disabled = not again

@@ -20,6 +20,7 @@ from ..report.instead import BESIDES
 from ..report.memory import why_they_differ
 from ..report.rescue import Rescue
 from ..report.step_time import TimeReport
+from ..report.tables import marked
 from ..shared.forecast import MOST_BATCH
 from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING
 from ..shared.messages import Leak, RankInfo, Reading
@@ -71,7 +72,8 @@ def _doing(session: Session, silent_s: float) -> str:
     if session.ended == RESTARTING:
         return _sentence(session.ended)
     if session.ended:
-        return f"{_sentence(session.ended)} Press Restart to go on with what was trained, or begin anew: %hvd_start"
+        anew = marked("Press Restart to go on with what was trained, or begin anew: %hvd_start")
+        return f"{_sentence(session.ended)} {anew}"
     if wait_report := session.wait_report:
         # Seconds are for the eyes: a screen reader would announce every one of them.
         return f'{_sentence(wait_report.text)} <small aria-hidden="true">{wait_report.seconds:.0f} s</small>'
@@ -83,7 +85,7 @@ def _doing(session: Session, silent_s: float) -> str:
             f'<small aria-hidden="true">{silent_s:.0f} s</small>'
         )
     if workload is None:
-        return f"{ranks} ready. Load a workload: %hvd_load digits-resnet"
+        return marked(f"{ranks} ready. Load a workload: %hvd_load digits-resnet")
     if session.playing:
         return f"Training {escape(workload.name)} on {ranks}{', autotune' * session.policy.autotune}"
     if waiting:
@@ -93,7 +95,7 @@ def _doing(session: Session, silent_s: float) -> str:
 
 def _sentence(text: str) -> str:
     text = text.strip().rstrip(".")
-    return f"{escape(text[:1].upper() + text[1:])}."
+    return f"{marked(text[:1].upper() + text[1:])}."
 
 
 def tiles(session: Session, readings: Sequence[Reading | None], time: TimeReport | None = None) -> str:
@@ -257,7 +259,7 @@ def largest(batch_size: int, samples: int | None, now: int) -> str:
 
 def field_error(value: str, why: str) -> str:
     """Say why a typed value cannot be used."""
-    return f"<div><b>{escape(value)}</b>: {escape(why)}</div>"
+    return f"<div><b>{escape(value)}</b>: {marked(why)}</div>"
 
 
 def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
@@ -306,12 +308,15 @@ def rescue(rescue: Rescue | None) -> str:
     )
     facts = [] if failure.kind == "diverged" else [("part of the step", failure.phase), ("module", failure.module)]
     if failure.kind == "oom":
-        facts += [("asked for", format_bytes(failure.asked_bytes)), ("free", format_bytes(failure.free_bytes))]
+        facts += [
+            ("asked for", format_bytes(failure.asked_bytes)),
+            ("free", format_bytes(failure.free_bytes)),
+        ]
     facts_said = " ".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in facts if value)
     shown = f"<p>{facts_said}</p>" if facts_said else ""
-    message = "" if failure.kind == "oom" else f"<p>{escape(failure.message)}</p>"
-    did = f"<p>The step was discarded on all ranks; {escape(rescue.did)}.</p>" if rescue.did else ""
-    reason = f"<p>{escape(rescue.reason)}</p>" if rescue.reason else ""
+    message = "" if failure.kind == "oom" else f"<p>{marked(failure.message)}</p>"
+    did = f"<p>The step was discarded on all ranks; {marked(rescue.did)}.</p>" if rescue.did else ""
+    reason = f"<p>{marked(rescue.reason)}</p>" if rescue.reason else ""
     return f"<div>{_CLOSE}<h4>Step {rescue.step}: {what}</h4>{shown}{message}{did}{reason}</div>"
 
 
@@ -319,7 +324,7 @@ def leak(found: Sequence[Leak]) -> str:
     """Return a card about memory that one holder keeps from step to step."""
     so_far = format_bytes(max(leak.bytes_so_far for leak in found))
     heading = leak_headline(found)
-    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in (leak_what(found[0]), found[0].fix))
+    sentences = "".join(f"<p>{marked(sentence)}</p>" for sentence in (leak_what(found[0]), found[0].fix))
     grown = f"<span>grown by <b>{escape(so_far)}</b></span>"
     return f"<div><h4>{escape(heading[:1].upper() + heading[1:])}</h4>{grown}{sentences}</div>"
 
@@ -332,4 +337,4 @@ def truths(ranks: Sequence[RankInfo]) -> str:
 
 def alert(text: str) -> str:
     """Return a sentence about something that could not be done."""
-    return f"<div>{_CLOSE}{escape(text)}</div>" if text else ""
+    return f"<div>{_CLOSE}{marked(text)}</div>" if text else ""

@@ -13,6 +13,7 @@ from gpumem_nb.engine.step.step_clock import CoreQueue
 from gpumem_nb.kernel.history import Event
 from gpumem_nb.report.bottleneck import FEWEST_STEPS, Bottleneck, Circumstances
 from gpumem_nb.report.speed import WARM_UP_STEPS
+from gpumem_nb.report.tables import marked
 from gpumem_nb.shared.messages import Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import BACKWARD, DATA, FORWARD, REDUCTION, UPDATE, StepTimes
@@ -278,7 +279,7 @@ def test_the_panels_line_says_it_and_its_button_does_it() -> None:
     session.found = verdict(alike(data=0.05))
     session.autotuned, session.settings = Event(10.0, 5, "note", "Autotune set bucket_mib=1."), Settings(bucket_mib=1)
     line.follow()
-    assert sentence.html == "<p>Autotune set bucket_mib=1.</p>"
+    assert sentence.html == f"<p>{marked('Autotune set bucket_mib=1.')}</p>"
     session.now, session.settings = 100.0, Settings()
     line.follow()
     assert "Waiting for data" in sentence.html, "when it was there to be read for long"

@@ -11,6 +11,7 @@ import pytest
 from gpumem_nb.kernel.history import History
 from gpumem_nb.planning.doctor.finding import MEMORY, TIME, Diagnosis, Finding, Flip
 from gpumem_nb.report.rescue import Rescue
+from gpumem_nb.report.tables import marked
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.messages import Failure
 from gpumem_nb.shared.settings import Settings
@@ -144,7 +145,7 @@ def test_a_flip_whose_first_step_failed_says_so(session: Session) -> None:
     rescue.did, session.settings = "training went back to precision=fp32", Settings()
     assert not view.follow()
     assert "rank 1 ran out of memory in the forward part of the step" in regions(view)
-    assert "Training went back to precision=fp32." in regions(view)
+    assert marked("Training went back to precision=fp32.") in regions(view)
 
 
 def test_where_nothing_is_trained_it_says_what_to_do(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

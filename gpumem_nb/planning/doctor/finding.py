@@ -9,7 +9,7 @@ from typing import Any
 
 from ...report.bottleneck import Changes
 from ...report.differences import NOT_KNOWN, changes, mathematics, typed
-from ...report.tables import notes_html
+from ...report.tables import marked, notes_html
 from ...shared.knobs import CHANGES
 from ...shared.settings import Settings
 from ...shared.units import format_bytes, format_rate
@@ -270,11 +270,11 @@ def card(one: Finding) -> str:
     level = f"<small style='{_QUIET}'>({LEVELS[one.level]})</small>"
     return (
         f"<div style='{_CARD.format(colour=COLOURS[one.level])}'>"
-        f"<b>{escape(one.title)}</b> {level}<br>{escape(one.sentence)}<br>"
-        f"<small style='{_QUIET}'>measured: {escape(one.measured)}</small>"
+        f"<b>{escape(one.title)}</b> {level}<br>{marked(one.sentence)}<br>"
+        f"<small style='{_QUIET}'>measured: {marked(one.measured)}</small>"
         f"<small>{unfolding(one.title, one.page)}</small></div>"
     )
 
 
 def _helps(one: Finding) -> str:
-    return f"<p style='margin: 2px 15px'>{escape(one.helps)}</p>" if one.helps else ""
+    return f"<p style='margin: 2px 15px'>{marked(one.helps)}</p>" if one.helps else ""
