@@ -241,8 +241,8 @@ def critical(session: Session) -> str:
     if scale is None and session.size == 1:
         known = "not known: one rank alone does not show it"
     return (
-        f"Critical batch {known}; the global batch is {batch:,}. Up to there (gradient noise scale, McCandlish et al. "
-        "2018) twice the samples nearly halve the steps; far above they hardly save any."
+        "Twice the samples nearly halve the steps up to the critical batch; far above it they hardly save any. "
+        f"Critical batch {known}; the global batch is {batch:,} (gradient noise scale, McCandlish et al. 2018)."
     )
 
 
@@ -310,7 +310,7 @@ def rescue(rescue: Rescue | None) -> str:
     if failure.kind == "oom":
         facts += [
             ("asked for", format_bytes(failure.asked_bytes)),
-            ("free", format_bytes(failure.free_bytes)),
+            ("free at that moment", format_bytes(failure.free_bytes)),
         ]
     facts_said = " ".join(f"<span>{escape(name)} <b>{escape(value)}</b></span>" for name, value in facts if value)
     shown = f"<p>{facts_said}</p>" if facts_said else ""

@@ -334,6 +334,7 @@ def test_at_the_batch_size_stands_up_to_which_batch_more_samples_pay(session: Se
     assert "Critical batch not known: it is measured every 20 steps" in look(tip)
     session.history.add([sample(6, noise_scale=337.2), sample(7)], [])
     assert "Critical batch about 340 samples; the global batch is 64" in look(tip)
+    assert look(tip).index("halve the steps") < look(tip).index("McCandlish"), "advice first"
     session.size = 1
     session.history.mark("load", "another one")
     assert "Critical batch not known: one rank alone does not show it" in look(tip)
