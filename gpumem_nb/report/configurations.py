@@ -16,6 +16,7 @@ from ..shared.units import format_bytes, format_rate
 from .differences import arrows, typed
 from .runs.row import Curve
 from .speed import STEPS_JUDGED, WARM_UP_STEPS, Speed, compared, percent
+from .tables import Words
 
 _NOT_RUN = "not run"
 _COMMUNICATION = {knob.name for knob in COMMUNICATION_KNOBS}
@@ -174,8 +175,8 @@ class Tried:
         return Speed.of(list(self.throughputs), statistics.fmean(starved) if starved else 0.0)
 
 
-@dataclass(frozen=True)
-class Effect:
+@dataclass(frozen=True, repr=False)
+class Effect(Words):
     """The effect of a flip: the configuration before it, or a ``pinned`` one, and the one after it."""
 
     before: Tried
