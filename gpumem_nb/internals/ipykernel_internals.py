@@ -6,6 +6,7 @@
 - ``Kernel.set_parent``, unbound: what a thread sends is ascribed to the request that it is told, and from 7.4 on a
   control whose messages belong to a running cell waits for that cell. The kernel's own ``set_parent`` would also
   redirect what the running cell prints.
+- ``Kernel._allow_stdin``: whether the page that asked for what runs now could ask a person for input.
 - ``OutStream.set_thread_parent``: what a thread prints belongs to the request that it is told.
 - ``asyncio._set_running_loop``: the kernel answers requests inside of its event loop, and Python runs no other loop in
   the same thread meanwhile, unless it is told that none is running.
@@ -30,6 +31,11 @@ def shell_here() -> Any:
 def request_under_way(shell: Any) -> Any:
     """Return the message that asked for what the shell does now."""
     return shell.parent_header
+
+
+def for_a_person(kernel: Any) -> bool:
+    """Return whether a person's page asked for what runs now, and no program that executes notebooks."""
+    return bool(kernel._allow_stdin)
 
 
 def leave_interrupts_alone(kernel: Any) -> None:

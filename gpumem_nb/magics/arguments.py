@@ -18,6 +18,7 @@ from ..kernel.policy import RULES
 from ..shared.errors import InvalidInput, NoSession, nearest
 from ..shared.knobs import KNOBS
 from ..shared.values import Option
+from ..ui.cells import for_eyes
 from ..workloads.catalog import CATALOG
 
 _UNKNOWN = "unrecognized arguments: "
@@ -44,7 +45,8 @@ def intermixed(magic: Callable[..., Any], line: str) -> argparse.Namespace:
 def magic(*, cell: bool = False, read: Read = plain) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare a method as the magic of its name, called with what its line says.
 
-    Its arguments are declared below, by ``@argument``. Misuse is a ``UsageError``: one sentence, no traceback.
+    Its arguments are declared below, by ``@argument``. Misuse is one sentence without a traceback: a ``UsageError``,
+    in a notebook an ``InvalidInput``, which is shown there with whole words.
     """
 
     def declare(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,14 +55,18 @@ def magic(*, cell: bool = False, read: Read = plain) -> Callable[[Callable[..., 
             try:
                 return method(magics, _read(read, run, line), *cells)
             except (InvalidInput, NoSession) as error:
-                raise UsageError(str(error)) from None
+                raise _misuse(str(error)) from None
             except UsageError as error:
-                raise UsageError(_with_what_is_allowed(str(error), method.__name__, magics)) from None
+                raise _misuse(_with_what_is_allowed(str(error), method.__name__, magics)) from None
 
         declared: Callable[..., Any] = magic_arguments()((cell_magic if cell else line_magic)(run))
         return declared
 
     return declare
+
+
+def _misuse(said: str) -> Exception:
+    return InvalidInput(said) if for_eyes() else UsageError(said)
 
 
 def _read(read: Read, magic: Callable[..., Any], line: str) -> argparse.Namespace:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+
+def _nowhere(said: str) -> bool:
+    return False
+
+
+show: Callable[[str], bool] = _nowhere
+"""Shows a sentence in a notebook, with whole words, and returns whether it did: ``ui/cells`` brings one that does."""
 
 
 class GpumemError(Exception):
@@ -16,7 +24,12 @@ class GpumemError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """IPython shows this instead of a traceback: where in the toolkit it was raised does not help the user."""
-        return [f"{type(self).__name__}: {self}"]
+        return _rendered(type(self).__name__, str(self))
+
+
+def _rendered(name: str, said: str) -> list[str]:
+    """Return what IPython prints of an error: its name alone where the words stand above it already."""
+    return [name] if show(said) else [f"{name}: {said}"]
 
 
 def _made_again(kind: type[GpumemError], args: tuple[Any, ...]) -> GpumemError:
@@ -26,7 +39,7 @@ def _made_again(kind: type[GpumemError], args: tuple[Any, ...]) -> GpumemError:
 
 
 class InvalidInput(GpumemError, ValueError):
-    """An argument, knob or value that cannot be used. A magic shows it as a ``UsageError``."""
+    """An argument, knob or value that cannot be used. Outside of notebooks, magics show it as a ``UsageError``."""
 
 
 class SetupError(GpumemError):
@@ -110,7 +123,7 @@ class Interrupted(KeyboardInterrupt):
     """The user pressed stop; the message says what state the ranks are in, and what to type if they do not stop."""
 
     def _render_traceback_(self) -> list[str]:
-        return [f"KeyboardInterrupt: {self}"]
+        return _rendered("KeyboardInterrupt", str(self))
 
 
 def text_of(error: BaseException) -> str:

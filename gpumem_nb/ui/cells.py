@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
+from ..internals.ipykernel_internals import for_a_person, request_under_way
 from ..report.progress_bar import ProgressBar, shown, text_bar
 from ..report.tables import words_html
+from ..shared import errors
 from ..shared.units import name_ranks
 
 if TYPE_CHECKING:
@@ -158,6 +160,38 @@ def say(text: object) -> None:
         display({"text/plain": words, "text/html": words_html(words)}, raw=True)
     else:
         print(words)
+
+
+def for_eyes() -> bool:
+    """Return whether a person's notebook shows outputs; programs that execute notebooks tell their errors as text."""
+    return in_notebook() and for_a_person(_shell().kernel)
+
+
+class _Errors:
+    """Shows what an error says so that no word of it is broken and its commands can be copied, where a person looks.
+
+    JupyterLab breaks the text of errors anywhere. IPython asks for it twice: for the page, and for its history.
+    """
+
+    def __init__(self) -> None:
+        self._shown: tuple[str, str] = "", ""
+
+    def __call__(self, said: str) -> bool:
+        """Return whether it is shown."""
+        if not for_eyes():
+            return False
+        what = said, request_under_way(_shell())["header"]["msg_id"]
+        if what != self._shown:
+            self._shown = what
+            say(said)
+        return True
+
+
+errors.show = _Errors()
+
+
+def _shell() -> Any:
+    return get_ipython()
 
 
 def in_notebook() -> bool:

@@ -50,10 +50,14 @@ BROKEN = """() => {
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab, chrome: Browser) -> Iterator[Notebook]:
-    lab.write("narrow.ipynb", [CELLS])
+    errors = ["%load_ext gpumem_nb\n%hvd_set batch_size=16", "gpumem_nb.Settings(checkpointing='block')"]
+    lab.write("narrow.ipynb", [CELLS, *errors])
     notebook = lab.open(chrome, "narrow.ipynb", width=1366, height=768)
     notebook.run(0)
     notebook.page.locator(".jp-OutputArea-output table").nth(1).wait_for()
+    notebook.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for cell in (1, 2):
+        notebook.run(cell)
     yield notebook
     notebook.close()
 
@@ -67,3 +71,12 @@ def test_words_and_commands_stay_whole(notebook: Notebook, width: int) -> None:
     )
     assert page.locator(".jp-OutputArea-output code").count() > 3
     assert page.evaluate(BROKEN) == []
+
+
+def test_an_error_is_told_once_and_a_press_on_its_command_copies_it(notebook: Notebook) -> None:
+    cell = notebook.page.locator(".jp-Notebook .jp-CodeCell").nth(1)
+    said = cell.locator(".jp-OutputArea").inner_text()
+    assert said.count("No ranks are running") == 1
+    assert said.rstrip().endswith("InvalidInput")
+    cell.locator("code", has_text="%hvd_start").first.click()
+    assert notebook.page.evaluate("navigator.clipboard.readText()") == "%hvd_start 4"

@@ -252,6 +252,13 @@ def hooks() -> None:
         must(hasattr(kernelbase.Kernel, name) and f"self.{name}()" in source, f"{name} is not called")
 
 
+@checks("ipykernel", "Kernel._allow_stdin")
+def allow_stdin() -> None:
+    from ipykernel.kernelbase import Kernel
+
+    must("_allow_stdin" in Kernel.class_own_traits(), "a page with a person cannot be told from a program")
+
+
 @checks("ipykernel", "OutStream.set_thread_parent")
 def set_thread_parent() -> None:
     from ipykernel.iostream import OutStream
