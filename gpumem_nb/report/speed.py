@@ -18,6 +18,7 @@ STEPS_JUDGED = 50  # the latest ones
 FEWEST_STEPS = 5  # of each side, before two are compared
 WORTH_A_WORD = 0.1  # of a step, that all others wait for one rank
 STARVED_SHARE = 0.15  # of a step, that ranks wait for a core: from here on the machine decides how long steps take
+_MOST_STARVED = 0.9  # of a step: what is left of it then says nothing
 # The standard error of a median of n normal values is 1.253 σ/√n, and σ is the interquartile range ÷ 1.349.
 _NOTICEABLE_S = 0.1  # by which a first step takes longer
 _MEDIAN_ERROR = 1.253 / 1.349
@@ -123,9 +124,9 @@ def compared(before: Speed | None, after: Speed | None) -> str:
         return f"{both} (too few steps before to compare: {before.steps} of {FEWEST_STEPS})"
     if after.steps < FEWEST_STEPS:
         return f"{both} (too early to tell: {after.steps} of {FEWEST_STEPS} steps)"
-    if why := not_comparable(before, after):
-        return f"{both} ({why})"
     doubt = 2 * math.hypot(before.error, after.error)
+    if why := not_comparable(before, after):
+        return f"{both} ({_at_least(before, after, doubt) or why})"
     about = f"±{100 * doubt / before.median:.0f} %, {before.steps} and {after.steps} steps"
     if abs(after.median - before.median) <= doubt:
         return f"{both}: no clear difference ({about})"
@@ -138,6 +139,20 @@ def not_comparable(before: Speed | None, after: Speed | None) -> str:
     if starved < STARVED_SHARE:
         return ""
     return f"not comparable: machine busy, ranks waited for a core in {100 * starved:.0f} % of a step"
+
+
+def _at_least(before: Speed, after: Speed, doubt: float) -> str:
+    """Return the difference that is left if the slower side had waited for no core; empty if none is left for sure."""
+    first, second = before.median, after.median
+    if first < second:
+        first /= 1 - min(before.starved, _MOST_STARVED)
+        left = first + doubt < second
+    else:
+        second /= 1 - min(after.starved, _MOST_STARVED)
+        left = second + doubt < first
+    share = max(before.starved, after.starved)
+    waited = f"ranks waited for a core in {100 * share:.0f} % of a step"
+    return f"at least {percent(first, second)}, though {waited}" if left else ""
 
 
 def percent(before: float, after: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,19 @@ def test_a_difference_within_the_noise_is_called_none() -> None:
     assert "no clear difference" not in compared(noisy(100, 50, 0.02), noisy(103, 50, 0.02))
     assert "+50 %" in compared(noisy(100, 20), noisy(150, 20))
     assert "−33 %" in compared(noisy(150, 20, 0.01), noisy(100, 20, 0.01))
+
+
+def test_of_a_busy_machine_only_what_waiting_for_cores_cannot_explain_is_a_difference() -> None:
+    def busy(speed: Speed, share: float) -> Speed:
+        return replace(speed, starved=share)
+
+    slow, fast = noisy(100, 50, 0.02), noisy(200, 50, 0.02)
+    said = compared(busy(slow, 0.2), busy(fast, 0.3))
+    assert "at least +60 %, though ranks waited for a core in 30 % of a step" in said
+    assert "at least −38 %" in compared(fast, busy(slow, 0.2)), "125 of 200"
+    for before, after in ((busy(slow, 0.6), fast), (fast, busy(slow, 0.6)), (busy(slow, 1.0), fast)):
+        assert "not comparable: machine busy" in compared(before, after)
+    assert "not comparable" in compared(slow, Speed(90, 89, 91, 50, 0.2)), "with cores it might be faster"
 
 
 def test_equal_speeds_are_told_apart_as_seldom_as_their_error_says() -> None:
