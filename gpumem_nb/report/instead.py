@@ -109,6 +109,17 @@ class Instead:
         """Return the answer without what to type."""
         return " ".join(filter(None, [self.why, self._found(now)]))
 
+    @property
+    def above_buttons(self) -> str:
+        """Return the answer where buttons below it name what fits."""
+        assert self.fastest
+        if self.frees_most:
+            first = self._fastest.replace(", the", ": the first is the")
+            said = f"these {self._would_fit}{first}; the second frees most"
+        else:
+            said = f"this {self._would_fit}{self._fastest}{because(self.failed, self.fastest.settings)}"
+        return " ".join(filter(None, [self.why, f"{self._how}, {said}."]))
+
     def named(self, fit: Fit, now: Settings) -> str:
         """Return a flip, and what it brings."""
         return f"{typed(now, fit.settings) or 'the settings in force'} ({self._brings(fit)})"
@@ -117,8 +128,12 @@ class Instead:
     def _how(self) -> str:
         return "Tried out on the ranks" if self.on_the_step else "Predicted"
 
+    @property
+    def _would_fit(self) -> str:
+        return "would have fit" if self.on_the_step else "would fit"
+
     def _found(self, now: Settings) -> str:
-        fit = "would have fit" if self.on_the_step else "would fit"
+        fit = self._would_fit
         if self.fastest:
             said = [f"{self.named(self.fastest, now)}{self._fastest}{because(self.failed, self.fastest.settings)}"]
             if self.frees_most:

@@ -82,14 +82,18 @@ class Rescue:
         """Return the cause, and which flips would have helped; empty where the failure is not about memory."""
         if self.failure.kind != "oom":
             return ""
-        cells = held_by_cells(self.failure.live) if self.failure.live else ""
-        return f"{cells}. {self.ways}".strip() if cells else self.ways
+        return self._below_cells(self.ways)
 
     @property
     def reason(self) -> str:
-        """Return the same without what to type, where a button does that."""
-        command = self.instead.command(self._in_force) if self.instead and self.fitting else ""
-        return self.advice.removesuffix(f"Type {command}").rstrip() if command else self.advice
+        """Return the same where buttons below it say what would have fitted."""
+        if self.goes_on or not (self.instead and self.fitting):
+            return self.advice
+        return self._below_cells(self._and_cause(self.instead.above_buttons))
+
+    def _below_cells(self, said: str) -> str:
+        cells = held_by_cells(self.failure.live) if self.failure.live else ""
+        return f"{cells}. {said}".strip() if cells else said
 
     @property
     def ways(self) -> str:

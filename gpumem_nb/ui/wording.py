@@ -161,7 +161,7 @@ def effect(effect: Effect | None, foretold: Prediction | None = None) -> str:
         return ""
     flip = f"{'pinned: ' if effect.pinned else ''}{effect.flip}"
     if not effect.after.steps:
-        return f"<div>{_CLOSE}<b>{escape(flip)}</b> will be measured with the next step</div>"
+        return f"<div>{_CLOSE}<span>{escape(flip)}</span> will be measured with the next step</div>"
     peaks = f"<span>live peak <b>{escape(effect.memory)}</b></span>"
     if foretold:
         came = format_bytes(effect.after.peak_bytes)

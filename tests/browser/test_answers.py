@@ -26,7 +26,7 @@ def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
     try:
         panel.choose("batch_size", "128")
         panel.press("Play")
-        expect(panel.alert).to_contain_text("would have fit: ")
+        expect(panel.alert).to_contain_text("would have fit")
 
         panel.ask("Doctor")
         finding = page.locator(".gpumem-finding").first

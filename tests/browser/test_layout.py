@@ -41,7 +41,7 @@ def explains(panel: PanelPage) -> None:
 def ran_out_of_memory(panel: PanelPage) -> None:
     """The card lies over the charts of memory."""
     panel.notebook.evaluate(f"{SET_DEFAULTS} or s.set(batch_size=300) and s.play()")
-    expect(panel.alert).to_contain_text("would have fit: ")
+    expect(panel.alert).to_contain_text("would have fit")
     panel.notebook.evaluate("s.pause()")
 
 

@@ -16,6 +16,7 @@ from gpumem_nb.kernel.questions.instead import FindingInstead
 from gpumem_nb.planning.instead import instead_of, of_tuned
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.planning.score import Asked
+from gpumem_nb.report.differences import typed
 from gpumem_nb.report.instead import Fit
 from gpumem_nb.report.rescue import Rescue
 from gpumem_nb.session.planning import PredictsSettings
@@ -286,6 +287,20 @@ def test_the_card_and_predictions_say_the_same() -> None:
     assert rescue.advice == found.words(Settings(batch_size=4))
     assert "75 % is activations" in rescue.advice, "why, which was not known before"
     assert "Tried out on the ranks, this would have fit" in rescue.advice
+
+
+def test_what_buttons_say_the_card_does_not_say_too() -> None:
+    rescue = Rescue(Failure(0, "oom", "forward", ""), 3, FAILED, now=FAILED, ranks=2)
+    rescue.instead = instead_of(FAILED, 2, [Fit(HALF, 900 * MIB, trial_s=1.0)], on_the_step=True)
+    assert rescue.reason.startswith("Tried out on the ranks, this would have fit, because fewer samples are in memory")
+    smaller = Fit(BLOCKS, 300 * MIB, trial_s=2.0)
+    rescue.instead = instead_of(FAILED, 2, [Fit(HALF, 900 * MIB, trial_s=1.0), smaller], on_the_step=True)
+    assert rescue.reason == (
+        "Tried out on the ranks, these would have fit: the first is the fastest at this global batch; the second frees "
+        "most."
+    )
+    assert all(typed(FAILED, one.settings) in button for one, button in zip(rescue.fitting, rescue.fits, strict=True))
+    assert not any(typed(FAILED, one.settings) in rescue.reason for one in rescue.fitting)
 
 
 def test_a_budget_holds_for_one_answer_alone() -> None:
