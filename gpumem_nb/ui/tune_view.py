@@ -42,7 +42,8 @@ class ApplyView:
         return bundle | {"text/plain": said, "text/html": notes_html([said])}
 
     def _make(self) -> Any:
-        apply = ApplyButton(self._result.typed, "train with the best settings", self._apply, self._ask)
+        typed = "" if self._ask else self._result.typed  # the line of the panel that it stands in has said it
+        apply = ApplyButton(typed, "train with the best settings", self._apply, self._ask)
         apply.button.add_class("gpumem-apply")
         return box([style_sheet(text_of("answers.css")), apply.button, apply.said], "gpumem-tuned")
 

@@ -106,7 +106,7 @@ class ApplyButton:
         button, said: the two widgets.
 
     Args:
-        typed: what is applied.
+        typed: what is applied; empty where that stands beside it.
         tip: more about it.
         change: makes the change, and returns what is to be said of it; empty where it was said already.
         ask: has it done; without one, a thread of its own does it.
@@ -124,7 +124,7 @@ class ApplyButton:
         then: Callable[[], None] = lambda: None,
     ) -> None:
         self._change, self._ask, self._again, self._then = change, ask, again, then
-        self.button = button(f"Apply {typed}", "", tip, self._press)
+        self.button = button(f"Apply {typed}".rstrip(), "", tip, self._press)
         self.said = region("gpumem-came", "status", "what came of it")
 
     def _press(self) -> None:
