@@ -309,7 +309,6 @@ def test_larger_micro_batches_keep_the_samples_of_a_step_where_they_can() -> Non
     assert larger(evidence(settings=Settings(accumulation_steps=8))) == {"batch_size": 128, "accumulation_steps": 2}
     assert larger(evidence(settings=Settings(accumulation_steps=3))) == {"batch_size": 96, "accumulation_steps": 1}
     assert larger(evidence(needs=prediction(live=600))) == {}, "they would not fit"
-    assert larger(evidence(verdicts=(Bottleneck("no core", 0.2, "Others."),))) == {}, "its speed is not known"
     assert larger(evidence(now=tried(steps=4))) == {}, "nobody knows how fast it is now"
     waits = (Bottleneck("data", 0.2, "Waits."),)
     assert larger(evidence(verdicts=waits)) == {"batch_size": 128}, "steps on trial wait as well"

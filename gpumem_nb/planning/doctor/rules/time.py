@@ -48,6 +48,7 @@ _MORE = 4  # times as many samples in a micro-batch are asked about
 # brings half as much again at least was small.
 _WORTH = 1.5
 _FASTER = 1.05  # at least, without checkpointing; what is gained is the recomputation, a fifth to a third of a step
+_MOST_WAITED = 0.9  # of a step: what is left of it then says nothing
 _ROOM = 0.5  # of the limit: with more, four times as many hardly fit
 
 
@@ -101,13 +102,17 @@ def without_checkpointing(evidence: Evidence) -> Changes:
 
 
 def _timed_fairly(evidence: Evidence) -> bool:
-    """Return whether a few steps tell how fast others are.
+    """Return whether a few steps tell how fast others are; those on trial wait for no worker, however slow they are."""
+    return not (evidence.settings.num_workers and any(verdict.cause == "data" for verdict in evidence.verdicts))
 
-    Those that share their cores with other programs do not, nor do some that wait for no worker where workers do not
-    keep up.
+
+def _with_a_core(evidence: Evidence) -> float:
+    """Return the samples/s that the present settings would come to at most if no rank had to wait for a core.
+
+    What other programs cost them is then no reason to call other settings faster.
     """
-    lost_to = {verdict.cause for verdict in evidence.verdicts}
-    return "no core" not in lost_to and not ("data" in lost_to and evidence.settings.num_workers)
+    waited = max((one.share for one in evidence.verdicts if one.cause in ("no core", "too many ranks")), default=0.0)
+    return (evidence.samples_per_s or 0.0) / (1 - min(waited, _MOST_WAITED))
 
 
 def needless_checkpointing(evidence: Evidence) -> Finding | None:
@@ -116,8 +121,8 @@ def needless_checkpointing(evidence: Evidence) -> Finding | None:
     if kept is None or not now_per_s or not kept.samples_per_s or kept.verdict not in (FITS, NO_LIMIT):
         return None
     share = kept.reserved_peak_bytes / kept.limit_bytes if kept.limit_bytes else None
-    slowest = kept.low_samples_per_s or kept.samples_per_s
-    if (share or 0) > SCARCE or slowest <= now_per_s or kept.samples_per_s < _FASTER * now_per_s:
+    slowest, at_most = kept.low_samples_per_s or kept.samples_per_s, _with_a_core(evidence)
+    if (share or 0) > SCARCE or slowest <= at_most or kept.samples_per_s < _FASTER * at_most:
         return None
     of_limit = f" of {format_bytes(kept.limit_bytes)}" if kept.limit_bytes else ""
     return Finding(
@@ -197,7 +202,7 @@ def small_batch(evidence: Evidence) -> Finding | None:
     more, now_per_s, needs = evidence.larger, evidence.samples_per_s, evidence.needs
     if more is None or needs is None or not now_per_s or more.verdict != FITS:
         return None
-    at_most = max(now_per_s, needs.high_samples_per_s or 0)
+    at_most = max(_with_a_core(evidence), needs.high_samples_per_s or 0)
     if not more.low_samples_per_s or not more.samples_per_s or more.low_samples_per_s < _WORTH * at_most:
         return None
     size, wanted = evidence.settings.batch_size, more.settings.batch_size
