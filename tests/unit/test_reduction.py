@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard
 from tests.threads import Meeting
 from tests.unit.test_one_rank import alone as alone
-from tests.unit.test_one_rank import rows, stream, workload
+from tests.unit.test_one_rank import loss, rows, stream, workload
 
 SETTINGS = Settings(batch_size=2)
 
@@ -73,6 +73,35 @@ def test_a_hook_that_a_cell_adds_changes_a_gradient_before_it_is_sent(alone: Ove
     cells.one_more()
     assert trainer.run(Chunk(settings, 1, 1)).failure is None
     assert max(sent) <= 1.1e-6
+
+
+@pytest.mark.parametrize("change", [Tensor.sign_, Tensor.sign])
+def test_a_gradient_that_a_hook_of_another_layer_changes_after_it_has_left_is_sent_again(
+    alone: Overheard, change: Callable[[Tensor], Tensor]
+) -> None:
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        last = model[1].bias
+
+        def change_last(_: Tensor) -> None:
+            assert last.grad is not None
+            last.grad = change(last.grad)
+
+        model[0].weight.register_post_accumulate_grad_hook(change_last)
+        return model
+
+    plain, steps = layers(), 2
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss(plain, [torch.ones(2, 4)]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trainer = Trainer(Workload("w", layers, rows, loss), stream(), opened(), time.time())
+    settings = SETTINGS.replace(bucket_mib=1e-6, optimizer="sgd", learning_rate=0.1)
+    assert trainer.run(Chunk(settings, 1, steps)).failure is None
+    assert len(alone.buckets) == (steps + 1) * len(list(plain.parameters()))  # the first step was taken twice
+    assert all(map(torch.equal, trainer.live.model.parameters(), plain.parameters()))
 
 
 def test_buckets_are_as_large_as_the_knob_says(alone: Overheard) -> None:

@@ -136,6 +136,7 @@ class Bucket:
         self.params: list[Tensor] = []
         self.bytes = 0
         self.ready: set[int] = set()
+        self.left_as: list[tuple[int, int] | None] = []  # the marks of gradients that left while backward still ran
         self.transfer: Transfer | None = None
         self.sent_s, self.sent_bytes = 0.0, 0
         self.sent: Any = None  # on GPUs an event of the stream that made the gradients

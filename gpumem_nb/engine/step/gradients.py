@@ -92,7 +92,7 @@ class NewGradients:
     @classmethod
     def beside(cls, params: Sequence[Tensor]) -> NewGradients:
         """Begin with the gradients that these weights have now."""
-        return cls(params, _marks(params))
+        return cls(params, marks(params))
 
     @classmethod
     def from_none(cls, params: Sequence[Tensor]) -> NewGradients:
@@ -106,11 +106,12 @@ class NewGradients:
         """Those that got one so far."""
         if self._before is None:
             return [param for param in self._params if param.grad is not None]
-        pairs = zip(self._params, self._before, _marks(self._params), strict=True)
+        pairs = zip(self._params, self._before, marks(self._params), strict=True)
         return [param for param, before, now in pairs if before != now]
 
 
-def _marks(params: Iterable[Tensor]) -> list[tuple[int, int] | None]:
+def marks(params: Iterable[Tensor]) -> list[tuple[int, int] | None]:
+    """Return by what it shows later that a gradient of these weights was changed, or is another one."""
     return [(address(grad), version(grad)) if (grad := param.grad) is not None else None for param in params]
 
 

@@ -30,7 +30,7 @@ from .buckets import (
     stand_ins,
     widened,
 )
-from .gradients import FiniteCheck, square_of
+from .gradients import FiniteCheck, marks, square_of
 from .step_clock import BucketTransfer, event_here
 
 FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
@@ -67,8 +67,8 @@ class GradientReduction:
         finite: whether the gradients of this rank are, as far as they were looked at in the step under way.
         there: which weights had a gradient when :meth:`look_at_rest` was called.
         nbytes: of all weights that are not frozen on all ranks.
-        torn: a gradient changed after it had left, as reentrant checkpoints can do: the step must be taken again,
-            on all ranks after :meth:`wait_for_backward`.
+        torn: a gradient changed after it had left, as reentrant checkpoints and hooks can do: the step must be taken
+            again, on all ranks after :meth:`wait_for_backward`.
         transfers: the buckets that have arrived since :meth:`begin`.
         ballot: what this rank votes, to be written before :meth:`finish`: ``NUMBERS`` whole numbers in float32, whose
             sums over all ranks stay below 2**24. The first one says whether the rank failed.
@@ -104,10 +104,9 @@ class GradientReduction:
         self._grouped: list[bool] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.finite, self.there = FiniteCheck(device), list[bool]()
-        self.torn = False
         self._under_way: deque[Bucket] = deque()
         self.transfers: list[BucketTransfer] = []
-        self._measures = False
+        self.torn = self._measures = False
         self._rounded: list[tuple[Tensor, Tensor]] | None = None
         # Made ahead of time: the ballot, the squared norm, and which gradients there are.
         self._row = torch.zeros(NUMBERS + 1 + len(self._params), dtype=torch.float32, device=device)
@@ -175,6 +174,7 @@ class GradientReduction:
         gradients = [param.grad for param in self._params]
         self.there = [gradient is not None for gradient in gradients]
         unsent = [bucket for bucket in self._buckets if bucket.transfer is None]
+        self.torn |= any(bucket.transfer and bucket.left_as != marks(bucket.params) for bucket in self._buckets)
         rest = (param.grad for bucket in unsent for param in bucket.params)
         self.finite.look(gradients if len(unsent) == len(self._buckets) else rest)
         for bucket in unsent:
@@ -330,13 +330,13 @@ class GradientReduction:
         self._notice_arrivals()
         if id(param) in bucket.ready:  # it comes in several pieces, and how many is not known
             self._early = False
-            self.torn = self.torn or bucket.transfer is not None
             return
         bucket.ready.add(id(param))
         later = bucket is self._buckets[-1] or widened(bucket, self._config.compressed)
         if self._early and len(bucket.ready) == len(bucket.params) and not later:
             self.finite.look(param.grad for param in bucket.params)
             self._measure(bucket)
+            bucket.left_as = marks(bucket.params)
             with postponed():  # what Horovod has begun must be known: it would be sent a second time
                 self._send(bucket, None)
 
