@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpumem_nb.engine import cells
 from gpumem_nb.engine.replay.checkpointing import Checkpointing, find_blocks
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory.device import opened
@@ -219,6 +220,44 @@ class Growing(Secretive):
 def test_what_cannot_be_recomputed_is_refused(kind: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(WorkloadError, match=f"checkpointing cannot recompute a block: {words}.*checkpointing=none"):
         steps(lambda: Net(kind), mean_square, "blocks")
+
+
+def frozen_the_second_time(net: nn.Module, x: Tensor) -> Tensor:
+    trained = mean_square(net, x)
+    net.requires_grad_(False)
+    frozen = mean_square(net, x.clone().requires_grad_())
+    net.requires_grad_(True)
+    return trained + frozen
+
+
+def hooked_the_second_time(net: nn.Module, x: Tensor) -> Tensor:
+    plain, block = mean_square(net, x), cast(nn.ModuleList, net.blocks)[1]
+    with block.get_submodule("inner.0").register_forward_hook(lambda *told: 2 * told[-1]):
+        return plain + mean_square(net, x)
+
+
+@pytest.mark.parametrize("mode", ["blocks", "sqrt"])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (frozen_the_second_time, "its weights were changed, frozen or unfrozen between forward and backward"),
+        (hooked_the_second_time, "run a second time it did something else"),
+    ],
+)
+def test_a_loss_that_calls_the_model_in_two_ways_is_refused(loss: Loss, words: str, mode: str) -> None:
+    with pytest.raises(WorkloadError, match=words):
+        steps(Net, loss, mode)
+
+
+def test_what_a_loss_does_otherwise_after_a_cell_is_refused() -> None:
+    net, x = Net(), torch.ones(4, WIDTH)
+    checkpointing = Checkpointing(net, find_blocks(net), "blocks")
+    for _ in range(8):
+        mean_square(net, x).backward()
+    checkpointing.finished()
+    cells.one_more()
+    with pytest.raises(WorkloadError, match="run a second time it did something else"):
+        hooked_the_second_time(net, x).backward()
 
 
 class Sometimes(Block):

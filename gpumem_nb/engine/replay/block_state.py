@@ -142,7 +142,7 @@ def without_graph(value: Any) -> Any:
     return value
 
 
-_FIRST_CALLS, _EACH_CALLS = 1, 64  # that are compared
+_FIRST_CALLS, _EACH_CALLS = 4, 64  # that are compared: a loss may call a block several times, each in another way
 _ELEMENTS = 64  # of each result
 _TOLERANCE = 1e-2  # of the largest element: some of CUDA's operators add up in any order
 
@@ -195,6 +195,7 @@ class BlockState:
     def forget_after_cells(self) -> None:
         """Forget what was learned of the block: a cell has run, which may have changed anything."""
         if cells.ran() != self._cells:
+            self.calls = 0
             names = self.changing.names  # an export may ask for them before the next step
             self.python.let_go()
             self._begin()
@@ -234,7 +235,7 @@ class Seen:
         self.draws = draws
         self._standing = RandomState.take(draws.recorded)
         self._weights = [weight for _, weight in state.python.weights()]
-        self._versions = [version(weight) for weight in self._weights]
+        self._looks = list(map(_look, self._weights))
         self._tensors = state.changing.before(state.tensors(self._taken[0]))
 
     def returned(self) -> None:
@@ -254,7 +255,7 @@ class Seen:
         Raises:
             WorkloadError: something that it saw was changed in place since, and not kept.
         """
-        self._check_weights("its weights were changed between forward and backward")
+        self._check_weights("its weights were changed, frozen or unfrozen between forward and backward")
         for taken in self._taken:
             taken.put_back()
         for before in self._tensors:
@@ -273,8 +274,13 @@ class Seen:
         return [python.take() for python in self._python]
 
     def _check_weights(self, why: str) -> None:
-        if [version(weight) for weight in self._weights] != self._versions:
+        if list(map(_look, self._weights)) != self._looks:
             raise cannot(why)
+
+
+def _look(weight: Tensor) -> tuple[int, bool]:
+    """Return what differs once a weight was written in place, frozen or unfrozen."""
+    return version(weight), weight.requires_grad
 
 
 @contextmanager
