@@ -260,6 +260,30 @@ def test_what_a_loss_does_otherwise_after_a_cell_is_refused() -> None:
         hooked_the_second_time(net, x).backward()
 
 
+class Comparing(Block):
+    """Attends to itself when it is given the same tensor twice, as ``nn.MultiheadAttention`` does."""
+
+    def forward(self, x: Tensor, memory: Tensor, *, also: Tensor) -> Tensor:
+        out = super().forward(x) * also
+        return out * x.sigmoid() if memory is x and also is x else out
+
+
+class Attending(Net):
+    def __init__(self) -> None:
+        super().__init__(Comparing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, x, also=x)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["blocks", "sqrt"])
+def test_arguments_that_are_one_tensor_are_one_in_a_replay(mode: str) -> None:
+    assert same(steps(Attending, mean_square, mode), steps(Attending, mean_square, None))
+
+
 class Sometimes(Block):
     """Draws numbers of NumPy, though not from the beginning."""
 

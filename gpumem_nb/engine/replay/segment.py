@@ -95,7 +95,8 @@ class Segment:
         """Note how a block is about to be called."""
         self._running, self.depth = True, 1
         seen = Seen(state, draws, (args, kwargs))
-        held_args, held_kwargs = _map_tensors(self._hold, (args, kwargs))
+        hold = _alike_for_alike(self._hold)  # a block may ask whether two of its arguments are one tensor
+        held_args, held_kwargs = _map_tensors(hold, (args, kwargs))
         self._calls.append(_Call(state.block, held_args, held_kwargs, _ambient_context(), seen))
 
     def returned(self, output: Any) -> None:
@@ -196,7 +197,7 @@ class Segment:
                 for call in self._calls:
                     with call.context():
                         call.seen.enter()
-                        args, kwargs = _map_held(resolve, (call.args, call.kwargs))
+                        args, kwargs = _map_held(_alike_for_alike(resolve), (call.args, call.kwargs))
                         call.block(*args, **kwargs)
         except _Replayed:
             pass
@@ -229,6 +230,18 @@ def _ambient_context() -> Callable[[], ExitStack]:
         return stack
 
     return enter
+
+
+def _alike_for_alike(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that gives the same object again for the same object, as long as that is held."""
+    given: dict[int, Any] = {}
+
+    def give(value: Any) -> Any:
+        if id(value) not in given:
+            given[id(value)] = function(value)
+        return given[id(value)]
+
+    return give
 
 
 def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
