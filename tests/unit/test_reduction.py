@@ -81,15 +81,14 @@ def test_a_gradient_that_a_hook_of_another_layer_changes_after_it_has_left_is_se
 ) -> None:
     def layers() -> nn.Sequential:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        last = model[1].bias
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def change_last(_: Tensor) -> None:
-            assert last.grad is not None
-            last.grad = change(last.grad)
+            assert second.bias.grad is not None
+            second.bias.grad = change(second.bias.grad)
 
-        model[0].weight.register_post_accumulate_grad_hook(change_last)
-        return model
+        first.weight.register_post_accumulate_grad_hook(change_last)
+        return nn.Sequential(first, second)
 
     plain, steps = layers(), 2
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

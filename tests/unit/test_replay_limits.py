@@ -263,8 +263,8 @@ def test_what_a_loss_does_otherwise_after_a_cell_is_refused() -> None:
 class Comparing(Block):
     """Attends to itself when it is given the same tensor twice, as ``nn.MultiheadAttention`` does."""
 
-    def forward(self, x: Tensor, memory: Tensor, *, also: Tensor) -> Tensor:
-        out = super().forward(x) * also
+    def forward(self, x: Tensor, memory: Tensor | None = None, also: Tensor | None = None) -> Tensor:
+        out = super().forward(x)
         return out * x.sigmoid() if memory is x and also is x else out
 
 
