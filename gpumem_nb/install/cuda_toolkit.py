@@ -153,7 +153,8 @@ def assemble(wheels: Sequence[Path], scratch: Path) -> Path:
     """Return a toolkit laid out as compilers and CMake expect it, of links into the wheels.
 
     ``bin`` is a real folder, because nvcc looks for the rest in ``bin/..``. The wheels have ``lib`` where a toolkit has
-    ``lib64``, and only versioned names such as ``libcudart.so.13``, which a linker does not look for.
+    ``lib64`` (for nvcc of 13.2 ``lib``), and only versioned names such as ``libcudart.so.13``, which a linker does not
+    look for.
     """
     home = scratch / "cuda"
     for folder, laid_out in (("bin", "bin"), ("include", "include"), ("lib", "lib64"), ("nvvm", "nvvm")):
@@ -162,6 +163,7 @@ def assemble(wheels: Sequence[Path], scratch: Path) -> Path:
             for name in {part.name, re.sub(r"\.so\..*", ".so", part.name)}:
                 with suppress(FileExistsError):
                     (home / laid_out / name).symlink_to(part)
+    (home / "lib").symlink_to("lib64")
     return home
 
 

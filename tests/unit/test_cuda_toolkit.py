@@ -56,6 +56,7 @@ def test_wheels_with_a_compiler_become_a_toolkit(site_packages: Path, tmp_path: 
     assert not (home / "bin").is_symlink()
     assert (home / "bin" / ".." / "nvvm" / "bin" / "cicc").resolve() == folder / "nvvm" / "bin" / "cicc"
     links = {path.name: path.resolve().name for path in (home / "lib64").iterdir()}
+    assert links == {path.name: path.resolve().name for path in (home / "lib").iterdir()}, "where nvcc 13.2 looks"
     assert links == {
         "libcudart.so": "libcudart.so.13",
         "libcudart.so.13": "libcudart.so.13",
