@@ -35,7 +35,7 @@ _COMMAND_STYLE = "white-space: nowrap"
 # The old way to copy: unlike navigator.clipboard it works on servers without https, too.
 _COPIES = (
     """onmouseover="this.title='press to copy';this.style.cursor='copy'" """
-    """onclick="getSelection().selectAllChildren(this);document.execCommand('copy')&&(this.title='copied')\""""
+    """onclick="getSelection().selectAllChildren(this);if(document.execCommand('copy'))this.title='copied'\""""
 )
 
 # A command with its arguments, a knob with its value, and a path: without the full stop or bracket that comes after.
