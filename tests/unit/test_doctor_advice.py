@@ -21,6 +21,7 @@ from gpumem_nb.planning.doctor.checklist import checklist
 from gpumem_nb.planning.doctor.evidence import OnRank
 from gpumem_nb.planning.doctor.finding import MEMORY, WRONG
 from gpumem_nb.planning.doctor.rules import findings
+from gpumem_nb.planning.doctor.rules.time import larger
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, TIGHT
 from gpumem_nb.report.bottleneck import Bottleneck
 from gpumem_nb.report.instead import Fit
@@ -157,6 +158,7 @@ def test_threads_that_a_cell_asked_for_are_named_in_place_of_other_programs() ->
     busy = (Bottleneck("no core", 0.4, "Others."),)
     assert causes(ranks=(computing(1), computing(1, 1)), verdicts=busy) == ["no core"]
     [found] = findings(evidence(ranks=(computing(8), computing(1, 1)), verdicts=busy))
+    assert larger(evidence(ranks=(computing(8), computing(1, 1)))) == {}, "its speed is not known"
     assert found.cause == "threads of one's own"
     assert "Rank 0 computes with 8 threads, where it was started with 1" in found.sentence
     assert "the 2 ranks of this host have 9 threads on 2 cores. 40 % of a step is waiting" in found.sentence

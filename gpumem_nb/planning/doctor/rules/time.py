@@ -102,7 +102,13 @@ def without_checkpointing(evidence: Evidence) -> Changes:
 
 
 def _timed_fairly(evidence: Evidence) -> bool:
-    """Return whether a few steps tell how fast others are; those on trial wait for no worker, however slow they are."""
+    """Return whether a few steps tell how fast others are.
+
+    Those whose own threads wait for one another do not, nor do some that wait for no worker where workers do not keep
+    up.
+    """
+    if own_threads(evidence):
+        return False
     return not (evidence.settings.num_workers and any(verdict.cause == "data" for verdict in evidence.verdicts))
 
 
