@@ -160,6 +160,8 @@ def test_threads_that_a_cell_asked_for_are_named_in_place_of_other_programs() ->
     [found] = findings(evidence(ranks=(computing(8), computing(1, 1)), verdicts=busy))
     assert larger(evidence(ranks=(computing(8), computing(1, 1)))) == {}, "its speed is not known"
     assert found.cause == "threads of one's own"
+    waits = (Bottleneck("no core", 0.2, "Others."), Bottleneck("reduction", 0.4, "Waits."))
+    assert causes(ranks=(computing(8), computing(1, 1)), verdicts=waits) == [found.cause, "reduction not hidden"]
     assert "Rank 0 computes with 8 threads, where it was started with 1" in found.sentence
     assert "the 2 ranks of this host have 9 threads on 2 cores. 40 % of a step is waiting" in found.sentence
     assert "torch.set_num_threads(1)" in found.do

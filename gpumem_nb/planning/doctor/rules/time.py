@@ -164,12 +164,13 @@ def own_threads(evidence: Evidence) -> Finding | None:
     waits = [one for one in evidence.verdicts if one.cause in ("no core", "too many ranks")]
     share, of = max((one.share for one in waits), default=0.0), "threads" if rank.facts.threads > 1 else "thread"
     lost = f" {100 * share:.0f} % of a step is waiting for a core." if share else ""
+    longest = max((one.share for one in evidence.verdicts), default=0.0)  # ranks that lack cores wait for one another
     fair = max(1, cores // len(here))
     return Finding(
         "threads of one's own",
         "A cell asked for more threads than there are cores",
         TIME,
-        share,
+        longest,
         f"Rank {rank.info.rank} computes with {rank.facts.threads} {of}, where it was started with "
         f"{rank.info.threads}: the {len(here)} ranks of this host have {threads} threads on {cores} "
         f"core{'s' * (cores > 1)}.{lost}",
