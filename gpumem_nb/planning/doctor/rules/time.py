@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ....report.bottleneck import Changes
-from ....report.speed import FEWEST_STEPS
+from ....report.speed import FEWEST_STEPS, with_a_core
 from ....shared.step_times import UPDATE
 from ....shared.units import format_bytes, format_rate
 from ...prediction import FITS, NO_LIMIT
@@ -48,7 +48,6 @@ _MORE = 4  # times as many samples in a micro-batch are asked about
 # brings half as much again at least was small.
 _WORTH = 1.5
 _FASTER = 1.05  # at least, without checkpointing; what is gained is the recomputation, a fifth to a third of a step
-_MOST_WAITED = 0.9  # of a step: what is left of it then says nothing
 _ROOM = 0.5  # of the limit: with more, four times as many hardly fit
 
 
@@ -117,8 +116,12 @@ def _with_a_core(evidence: Evidence) -> float:
 
     What other programs cost them is then no reason to call other settings faster.
     """
-    waited = max((one.share for one in evidence.verdicts if one.cause in ("no core", "too many ranks")), default=0.0)
-    return (evidence.samples_per_s or 0.0) / (1 - min(waited, _MOST_WAITED))
+    return with_a_core(evidence.samples_per_s or 0.0, _waited(evidence))
+
+
+def _waited(evidence: Evidence) -> float:
+    """Return the share of a step in which ranks waited for a core."""
+    return max((one.share for one in evidence.verdicts if one.cause in ("no core", "too many ranks")), default=0.0)
 
 
 def needless_checkpointing(evidence: Evidence) -> Finding | None:
@@ -161,8 +164,7 @@ def own_threads(evidence: Evidence) -> Finding | None:
     threads = sum(one.facts.threads if one.facts else one.info.threads for one in here)
     if not 0 < cores < threads:
         return None
-    waits = [one for one in evidence.verdicts if one.cause in ("no core", "too many ranks")]
-    share, of = max((one.share for one in waits), default=0.0), "threads" if rank.facts.threads > 1 else "thread"
+    share, of = _waited(evidence), "threads" if rank.facts.threads > 1 else "thread"
     lost = f" {100 * share:.0f} % of a step is waiting for a core." if share else ""
     longest = max((one.share for one in evidence.verdicts), default=0.0)  # ranks that lack cores wait for one another
     fair = max(1, cores // len(here))
