@@ -145,17 +145,17 @@ def _at_least(before: Speed, after: Speed, doubt: float) -> str:
     """Return the difference that is left if the slower side had waited for no core; empty if none is left for sure."""
     first, second = before.median, after.median
     if first < second:
-        first = with_a_core(first, before.starved)
+        first = _with_a_core(first, before.starved)
         left = first + doubt < second
     else:
-        second = with_a_core(second, after.starved)
+        second = _with_a_core(second, after.starved)
         left = second + doubt < first
     share = max(before.starved, after.starved)
     waited = f"ranks waited for a core in {100 * share:.0f} % of a step"
     return f"at least {percent(first, second)}, though {waited}" if left else ""
 
 
-def with_a_core(samples_per_s: float, starved: float) -> float:
+def _with_a_core(samples_per_s: float, starved: float) -> float:
     """Return what a speed would come to at most if no rank had waited for a core, as they did for a share of a step."""
     return samples_per_s / (1 - min(starved, _MOST_STARVED))
 

@@ -21,6 +21,19 @@ def what_was_before_is_not_looked_through() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def no_accelerator_from_before() -> Iterator[None]:
+    """Accelerate keeps one state for a process, which an earlier test may have made in another precision."""
+    _forget_accelerator()
+    yield
+    _forget_accelerator()
+
+
+def _forget_accelerator() -> None:
+    if accelerate := sys.modules.get("accelerate.state"):
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture(scope="module")
 def process_with_a_virtual_gpu() -> Iterator[None]:
     """Where tests under ``on_virtual_gpu`` run."""

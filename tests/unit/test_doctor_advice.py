@@ -54,7 +54,7 @@ def test_checkpointing_that_is_not_needed_is_found_where_all_activations_fit_wit
     assert causes(**kept(live=860)) == [], "memory would be scarce"
     assert causes(**kept(verdict=TIGHT)) == []
     assert causes(**kept(verdict=DOES_NOT_FIT)) == []
-    assert causes(**kept(low_samples_per_s=99.0)) == [], "perhaps no faster"
+    assert causes(**kept(low_samples_per_s=104.0)) == [], "perhaps no faster"
     assert causes(**kept(samples_per_s=103.0, low_samples_per_s=102.0)) == [], "hardly faster"
 
 
@@ -72,10 +72,9 @@ def test_the_doctor_asks_what_steps_need_without_checkpointing_and_offers_that(m
     assert found.flip
     assert found.flip.changes == {"checkpointing": "none"}
     assert "150 samples/s (+50)" in found.helps
-    session.verdicts = [Bottleneck("no core", 0.2, "Others.")]
-    assert [one.cause for one in session.examine().findings] == ["checkpointing is not needed", "no core"]
     session.verdicts = [Bottleneck("no core", 0.4, "Others.")]
-    assert [one.cause for one in session.examine().findings] == ["no core"], "with a core it may be as fast"
+    both = {one.cause for one in session.examine().findings}
+    assert both == {"checkpointing is not needed", "no core"}, "steps on trial took turns while others used cores"
     session.verdicts = []
     session.predicts = lambda settings: dataclasses.replace(predicts(settings), verdict=TIGHT)
     assert "checkpointing is not needed" not in [one.cause for one in session.examine().findings]

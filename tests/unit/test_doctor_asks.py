@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -86,6 +87,7 @@ class Session:
             check_loaded=lambda: None,
             check_alive=lambda: None,
             predict=predict,
+            by_whole_steps=lambda settings: self.predicts(settings),
             largest_batch=lambda changes: 999,
             splits=lambda before, after: Splits(mean=True),
             known_splits=Splits(mean=True),
@@ -267,23 +269,43 @@ def test_what_paused_training_is_found_where_no_step_was_to_blame(steps: int) ->
     )
 
 
-def test_a_small_batch_is_said_of_what_was_measured_twice() -> None:
-    def found(*larger_per_s: float) -> list[str]:
-        session, measured = Session(), list(larger_per_s)
+def in_turns(now_per_s: list[float], larger_per_s: list[float]) -> list[Finding]:
+    """What is found where steps on trial come to these samples/s, one turn after the other."""
+    session, turns = Session(), {DEFAULT: list(now_per_s)}
 
-        def predicts(settings: Settings) -> Prediction:
-            if settings == DEFAULT:
-                return prediction()
-            per_s = measured.pop(0)
-            return prediction(settings, samples_per_s=per_s, low_samples_per_s=per_s)
+    def predicts(settings: Settings) -> Prediction:
+        left = turns.setdefault(settings, list(larger_per_s))
+        per_s = left.pop(0) if len(left) > 1 else left[0]
+        return prediction(settings, samples_per_s=per_s, low_samples_per_s=per_s, high_samples_per_s=per_s)
 
-        session.predicts = predicts
-        causes = [one.cause for one in session.examine().findings]
-        assert len(measured) < len(larger_per_s) - 1
-        return causes
+    session.predicts = predicts
+    return list(session.examine().findings)
 
-    assert found(170.0, 165.0, 165.0) == ["a small batch"]
-    assert found(170.0, 120.0, 120.0) == [], "the machine was busy for a moment"
+
+def test_a_small_batch_is_said_by_what_several_turns_came_to_so_that_one_that_was_disturbed_decides_nothing() -> None:
+    [found] = in_turns([100.0], [80.0 + 90, 170.0, 165.0, 175.0])
+    assert found.cause == "a small batch"
+    assert found.flip
+    assert found.flip.will
+    assert found.flip.will.samples_per_s == 170.0, "the button's figure is that of the finding"
+    assert "it is 170 samples/s instead of 100" in found.sentence
+    assert [one.cause for one in in_turns([100.0], [130.0, 170.0, 170.0, 170.0])] == ["a small batch"]
+    assert in_turns([100.0], [170.0, 120.0, 120.0, 120.0]) == [], "the machine was busy for a moment"
+    assert in_turns([60.0, 100.0, 130.0, 100.0], [170.0, 125.0, 170.0, 170.0]) == [], "turns differ as much"
+
+
+def test_turns_that_cannot_be_taken_leave_what_was_measured() -> None:
+    session, asked = Session(), Counter[Settings]()
+
+    def predicts(settings: Settings) -> Prediction:
+        asked[settings] += 1
+        if asked[settings] > 2:
+            raise NotThisTime("Interrupted.")
+        fast = 200.0 if settings.batch_size == 4 * DEFAULT.batch_size else 100.0
+        return prediction(settings, samples_per_s=fast, low_samples_per_s=fast, high_samples_per_s=fast)
+
+    session.predicts = predicts
+    assert session.finding().cause == "a small batch"
 
 
 def test_a_lower_bound_is_not_called_the_most_that_is_needed() -> None:

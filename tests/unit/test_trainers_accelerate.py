@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,13 +44,6 @@ def loop(accelerator, things):
             opt.zero_grad()
     return accelerator.unwrap_model(net)
 """
-
-
-@pytest.fixture(autouse=True)
-def _no_accelerator_from_before() -> Iterator[None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -16,7 +17,9 @@ from ...planning.doctor.rules.memory import fragmentation
 from ...planning.doctor.rules.time import larger, small_batch, without_checkpointing
 from ...planning.fit import fits
 from ...planning.prediction import DOES_NOT_FIT, FITS, TIGHT, Prediction
-from ...planning.score import foretold
+from ...planning.score import Asked, foretold
+from ...planning.tuning.record import Candidate
+from ...planning.tuning.search import in_rounds
 from ...report.answered import DOCTOR
 from ...report.bottleneck import FEWEST_STEPS, Changes
 from ...report.differences import typed
@@ -40,6 +43,7 @@ _WAITED_FOR = (
     "not timed meanwhile. Run it again when that is over."
 )
 _EXPANDABLE = "expandable_segments:True"
+_TURNS, _TURNS_S = 4, 4.0  # of each setting whose throughput decides, as long as there is time
 _TRIED_FLIPS = 3  # of those that may fix a finding, as many are predicted
 
 
@@ -161,19 +165,17 @@ class Doctoring(AsksRanks):
             with suppress(InvalidInput, WorkloadError):
                 for _, would in self._predicting.allocators([_EXPANDABLE]).others:  # none, where it is in use
                     evidence = dataclasses.replace(evidence, expandable=would)
-        if changes := without_checkpointing(evidence):
-            progress("all activations kept", 0.35)
-            evidence = dataclasses.replace(evidence, all_kept=self._predict(changes, []))
-        return self._with_larger(evidence, progress)
+        return self._with_faster(evidence, progress)
 
-    def _with_larger(self, evidence: Evidence, progress: Progress) -> Evidence:
-        """Return the same with what larger micro-batches would bring, where that is worth asking."""
-        if not (changes := larger(evidence)):
+    def _with_faster(self, evidence: Evidence, progress: Progress) -> Evidence:
+        """Return the same with what all activations kept and larger micro-batches would bring, where worth asking."""
+        wanted = [without_checkpointing(evidence), larger(evidence)]
+        if not any(wanted):
             return evidence
-        progress("larger micro-batches", 0.4)
-        evidence = dataclasses.replace(evidence, larger=self._predict(changes, []))
-        if small_batch(evidence) is not None:  # a machine that was busy for a moment says so, too
-            evidence = self._timed_again(evidence, changes)
+        progress("throughput, in turns", 0.4)
+        kept, more = (self._predict(changes, []) if changes else None for changes in wanted)
+        needs, kept, more = self._in_turns([evidence.needs, kept, more])
+        evidence = dataclasses.replace(evidence, needs=needs, all_kept=kept, larger=more)
         if small_batch(evidence) is None:
             return evidence
         try:
@@ -182,15 +184,23 @@ class Doctoring(AsksRanks):
             largest = None
         return dataclasses.replace(evidence, largest_batch=largest)
 
-    def _timed_again(self, evidence: Evidence, changes: Changes) -> Evidence:
-        """Return the same with the faster of two measurements of what is, and the slower of what would be."""
-        try:
-            needs, more = self._predicting.predict({}), self._predicting.predict(dict(changes))
-        except (InvalidInput, WorkloadError):
-            return dataclasses.replace(evidence, larger=None)
-        faster = max(filter(None, (evidence.needs, needs)), key=lambda one: one.high_samples_per_s or 0)
-        slower = min(filter(None, (evidence.larger, more)), key=lambda one: one.low_samples_per_s or 0)
-        return dataclasses.replace(evidence, needs=faster, larger=slower)
+    def _in_turns(self, found: Sequence[Prediction | None]) -> list[Prediction | None]:
+        """Return the same with throughput by several turns, so that a machine that is busy for a moment slows all."""
+        history, now = self._history, self._training.settings
+        begun, model_version = history.begun, history.model_version
+        candidates = [Candidate(one.settings, one) if one and one.samples_per_s else None for one in found]
+        timed = [one for one in candidates if one]
+        for one in timed:
+            one.took_steps(one.predicted)
+        until_s = time.monotonic() + _TURNS_S
+        with suppress(WorkloadError):  # which takes away turns, not answers
+            for one in in_rounds(timed, _TURNS - 1, lambda one: one.usable):
+                if time.monotonic() > until_s:
+                    break
+                one.took_steps(self._predicting.by_whole_steps(one.settings))
+        for one in timed:  # flips are offered with these figures, too
+            history.predicted(Asked(dataclasses.replace(one.foretold, before=now), model_version, now, begun))
+        return [one.foretold if one else said for one, said in zip(candidates, found, strict=True)]
 
     def _facts(self, needs: Prediction | None, notes: list[str]) -> Sequence[ModelFacts | None]:
         """Return what each rank holds for nothing; of inputs, where the step for it does not take long."""

@@ -115,7 +115,7 @@ class Tuning(AsksRanks):
             _set=apply,
         )
         if best := result.best:
-            foretold = _foretold(best, present, ranks)
+            foretold = replace(best.foretold, before=present)
             if budget_bytes is not None:  # which holds for this answer alone
                 foretold = within(foretold, least_limit(self._history.readings))
             self._history.predicted(Asked(foretold, trials.model_version, present, self._history.begun))
@@ -160,19 +160,6 @@ def _all_tried(result: TuneResult, best: Candidate) -> tuple[Fit, list[Fit]]:
 def _tried(one: Candidate) -> Fit:
     """Return a candidate with what it measured."""
     return replace(as_fit(one.predicted), barely=one.tight, samples_per_s=one.samples_per_s)
-
-
-def _foretold(best: Candidate, present: Settings, ranks: int) -> Prediction:
-    """Return what is to be held against what comes of the best settings."""
-    rate = speed_of(best)
-    return replace(
-        best.predicted,
-        before=present,
-        step_s=best.settings.samples_per_rank * ranks / rate,
-        samples_per_s=rate,
-        low_samples_per_s=min(best.rates),
-        high_samples_per_s=max(best.rates),
-    )
 
 
 class _Trials:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...shared.settings import Settings
 from ..fit import with_longest, worth_a_step
@@ -68,6 +68,21 @@ class Candidate:
     def samples_per_s(self) -> float | None:
         """The median of its turns; ``None`` without any."""
         return statistics.median(self.rates) if self.rates and not self.failed else None
+
+    @property
+    def foretold(self) -> Prediction:
+        """What it needs, with the throughput of all its turns in place of that of the first."""
+        rate, said = self.samples_per_s, self.predicted
+        if rate is None or not said.step_s or not said.samples_per_s:
+            return said
+        step_s = said.step_s * said.samples_per_s / rate
+        return replace(
+            said,
+            step_s=step_s,
+            samples_per_s=rate,
+            low_samples_per_s=min(self.rates),
+            high_samples_per_s=max(self.rates),
+        )
 
     @property
     def error(self) -> float:

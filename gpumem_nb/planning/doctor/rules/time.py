@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from ....report.bottleneck import Changes
-from ....report.speed import FEWEST_STEPS, with_a_core
+from ....report.speed import FEWEST_STEPS
 from ....shared.step_times import UPDATE
 from ....shared.units import format_bytes, format_rate
-from ...prediction import FITS, NO_LIMIT
+from ...prediction import FITS, NO_LIMIT, Prediction
 from ..evidence import Evidence
 from ..finding import ANYWAY, FASTER, TIME, Finding
 from .limits import SCARCE
@@ -111,12 +111,16 @@ def _timed_fairly(evidence: Evidence) -> bool:
     return not (evidence.settings.num_workers and any(verdict.cause == "data" for verdict in evidence.verdicts))
 
 
-def _with_a_core(evidence: Evidence) -> float:
-    """Return the samples/s that the present settings would come to at most if no rank had to wait for a core.
+def _faster(evidence: Evidence, other: Prediction, times: float) -> bool:
+    """Return whether steps are so many times as fast, and the slowest turn of these faster than any of those that are.
 
-    What other programs cost them is then no reason to call other settings faster.
+    Nothing tells how fast they are where either was not timed.
     """
-    return with_a_core(evidence.samples_per_s or 0.0, _waited(evidence))
+    needs, least = evidence.needs, evidence.samples_per_s or 0.0
+    if needs is None or not needs.samples_per_s or not other.samples_per_s or other.samples_per_s <= least:
+        return False
+    apart = (other.low_samples_per_s or 0.0) > (needs.high_samples_per_s or 0.0)
+    return apart and other.samples_per_s >= times * needs.samples_per_s
 
 
 def _waited(evidence: Evidence) -> float:
@@ -129,9 +133,8 @@ def needless_checkpointing(evidence: Evidence) -> Finding | None:
     kept, now_per_s = evidence.all_kept, evidence.samples_per_s
     if kept is None or not now_per_s or not kept.samples_per_s or kept.verdict not in (FITS, NO_LIMIT):
         return None
-    share = kept.reserved_peak_bytes / kept.limit_bytes if kept.limit_bytes else None
-    slowest, at_most = kept.low_samples_per_s or kept.samples_per_s, _with_a_core(evidence)
-    if (share or 0) > SCARCE or slowest <= at_most or kept.samples_per_s < _FASTER * at_most:
+    share = kept.reserved_peak_bytes / kept.limit_bytes if kept.limit_bytes else 0.0
+    if share > SCARCE or not _faster(evidence, kept, _FASTER):
         return None
     of_limit = f" of {format_bytes(kept.limit_bytes)}" if kept.limit_bytes else ""
     return Finding(
@@ -208,11 +211,10 @@ _GROUPS = 20  # at least: with fewer there is little to put together
 
 def small_batch(evidence: Evidence) -> Finding | None:
     """Four times the micro-batch fits, and is much faster."""
-    more, now_per_s, needs = evidence.larger, evidence.samples_per_s, evidence.needs
-    if more is None or needs is None or not now_per_s or more.verdict != FITS:
+    more, now_per_s = evidence.larger, evidence.samples_per_s
+    if more is None or not now_per_s or not more.samples_per_s or more.verdict != FITS:
         return None
-    at_most = max(_with_a_core(evidence), needs.high_samples_per_s or 0)
-    if not more.low_samples_per_s or not more.samples_per_s or more.low_samples_per_s < _WORTH * at_most:
+    if not _faster(evidence, more, _WORTH):
         return None
     size, wanted = evidence.settings.batch_size, more.settings.batch_size
     # The largest leaves a segment free, in case it is asked for again: what was predicted here may need that.
