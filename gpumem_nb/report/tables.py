@@ -34,7 +34,8 @@ _WORDS_STYLE = f"margin: 0; white-space: pre-wrap; {_SCROLLS}"
 _COMMAND_STYLE = "white-space: nowrap"
 # The old way to copy: unlike navigator.clipboard it works on servers without https, too.
 _COPIES = (
-    """onmouseover="this.title='press to copy';this.style.cursor='copy'" """
+    """onmouseover="this.title='press to copy';this.style.cursor='copy'" tabindex="0" """
+    """onkeydown="if(event.key=='Enter'){event.stopPropagation();this.click()}" """
     """onclick="getSelection().selectAllChildren(this);if(document.execCommand('copy'))this.title='copied'\""""
 )
 

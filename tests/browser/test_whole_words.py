@@ -73,10 +73,16 @@ def test_words_and_commands_stay_whole(notebook: Notebook, width: int) -> None:
     assert page.evaluate(BROKEN) == []
 
 
-def test_an_error_is_told_once_and_a_press_on_its_command_copies_it(notebook: Notebook) -> None:
+@pytest.mark.parametrize("press", ["mouse", "Enter"])
+def test_an_error_is_told_once_and_a_press_on_its_command_copies_it(notebook: Notebook, press: str) -> None:
     cell = notebook.page.locator(".jp-Notebook .jp-CodeCell").nth(1)
     said = cell.locator(".jp-OutputArea").inner_text()
     assert said.count("No ranks are running") == 1
     assert said.rstrip().endswith("InvalidInput")
-    cell.locator("code", has_text="%hvd_start").first.click()
+    notebook.page.evaluate("navigator.clipboard.writeText('of before')")
+    command = cell.locator("code", has_text="%hvd_start").first
+    if press == "mouse":
+        command.click()
+    else:
+        command.press(press)
     assert notebook.page.evaluate("navigator.clipboard.readText()") == "%hvd_start 4"
