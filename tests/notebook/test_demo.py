@@ -48,7 +48,7 @@ def test_the_demo_trains_flips_and_recovers(temporary: Path) -> None:
         assert re.search(rf"{flip}: live peak .* MiB → .* MiB \(.*\), .* samples/s", done.stdout), flip
     assert "ran out of memory" in done.stdout
     assert "Recovered: batch_size=16 again" in done.stdout
-    assert "1024×1×4" in done.stdout
+    assert "1024×1×2" in done.stdout
     assert not list(temporary.glob("gpumem_nb-*"))
 
 
