@@ -69,7 +69,7 @@ class DiagnosisView:
         """How much was found, and the worst of it."""
         findings = self._diagnosis.findings
         if not findings:
-            return f"Doctor: {self._diagnosis.headline.rstrip(':.')}."
+            return f"Doctor: {self._diagnosis.headline.partition(':')[0].lower()}."
         return f"Doctor, {len(findings)} finding{'s' * (len(findings) > 1)}: {findings[0].title}"
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:

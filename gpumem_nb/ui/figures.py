@@ -248,7 +248,7 @@ def tuned_figure(result: TuneResult) -> go.Figure:
         ]
     )
     figure.update_layout(
-        **look("Samples/s against reserved memory, as measured", _HEIGHT),
+        **look("Samples/s against reserved memory", _HEIGHT),
         xaxis={
             "title": {"text": "MiB reserved, worst rank", "standoff": 4, "font": {"size": 14}},
             "gridcolor": GRID,

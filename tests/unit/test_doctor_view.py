@@ -87,6 +87,15 @@ def test_each_finding_has_a_card_and_each_flip_a_button_with_a_name(session: Ses
     assert all(one.label for one in widgets_in(view.view) if isinstance(one, Region))
 
 
+@pytest.mark.parametrize("notes", [(), ("Inputs were not examined.",)])
+def test_that_nothing_was_found_is_told_once_where_the_line_and_the_view_stand_together(
+    session: Session, notes: tuple[str, ...]
+) -> None:
+    view = DiagnosisView(session, Diagnosis((), notes))  # type: ignore[arg-type]
+    assert view.line in ("Doctor: nothing found.", "Doctor: nothing was found in what could be looked at.")
+    assert regions(view).count("memory, time, mathematics") + regions(view).count("Inputs were not") == 1
+
+
 def test_a_saved_page_keeps_it_without_buttons(session: Session) -> None:
     bundle = DiagnosisView(session, diagnosis())._repr_mimebundle_()  # type: ignore[arg-type]
     assert "application/vnd.jupyter.widget-view+json" in bundle
