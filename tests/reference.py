@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, default_collate
 
 STATE = """
@@ -44,6 +44,7 @@ _OPTIMIZERS: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
     "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
     "adam": lambda params, lr: Adam(params, lr=lr),
     "adamw": lambda params, lr: AdamW(params, lr=lr),
+    "adafactor": lambda params, lr: Adafactor(params, lr=lr),
 }
 
 

@@ -19,6 +19,7 @@ _OPTIMIZERS = {
     "momentum": "torch.optim.SGD({}, lr={}, momentum=0.9{})",
     "adam": "torch.optim.Adam({}, lr={}{})",
     "adamw": "torch.optim.AdamW({}, lr={}{})",
+    "adafactor": "torch.optim.Adafactor({}, lr={}{})",
 }
 _IMPLEMENTATIONS = {"foreach": ", foreach=True", "fused": ", fused=True", "loop": ", foreach=False", "default": ""}
 _HELD = '[weight for group in {}.param_groups for weight in group["params"]]'

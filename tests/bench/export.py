@@ -52,7 +52,7 @@ def random_settings(numbers: random.Random) -> tuple[str, dict[str, Any], dict[s
         "checkpointing": numbers.choice(["none", "blocks", "sqrt"]),
         "batch_size": numbers.choice([3, 4, 8, 16]),
         "accumulation_steps": numbers.choice([1, 2, 3]),
-        "optimizer": numbers.choice(["sgd", "momentum", "adam", "adamw"]),
+        "optimizer": numbers.choice(["sgd", "momentum", "adam", "adamw", "adafactor"]),
         "optimizer_impl": numbers.choice(["default", "foreach", "fused", "loop"]),
         "learning_rate": numbers.choice([1e-3, 5e-3]),
         "lr_schedule": schedule,
@@ -66,6 +66,8 @@ def random_settings(numbers: random.Random) -> tuple[str, dict[str, Any], dict[s
         "bucket_mib": numbers.choice([4, 0.02]),
         "fusion_threshold_mib": numbers.choice([None, 1]),
     }
+    if knobs["optimizer"] == "adafactor" and knobs["optimizer_impl"] == "fused":
+        knobs["optimizer_impl"] = "foreach"  # torch has no such kernel
     if knobs["lr_scaling"] != "none":
         knobs["reference_batch"] = 16
     return name, options, knobs

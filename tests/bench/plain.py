@@ -27,6 +27,7 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "momentum": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
     "adam": lambda params, lr: torch.optim.Adam(params, lr=lr),
     "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr),
+    "adafactor": lambda params, lr: torch.optim.Adafactor(params, lr=lr),
 }
 LAYERS, WIDTH = "small-layers", 16
 SKIPPED_SHARE = 0.1  # of the steps, at the start, before the clock runs

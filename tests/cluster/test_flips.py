@@ -88,8 +88,8 @@ def test_precision_flips_keep_weights_equal_and_state(
 @pytest.mark.full
 def test_all_optimizers_train_and_stay_equal(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks)
-    for name in ("sgd", "momentum", "adam", "adamw"):
-        for implementation in ("default", "foreach", "fused", "loop"):
+    for name in ("sgd", "momentum", "adam", "adamw", "adafactor"):
+        for implementation in ("default", "foreach", "loop", *["fused"] * (name != "adafactor")):
             session.set(optimizer=name, optimizer_impl=implementation, learning_rate=1e-3)
             frame = session.train(2).frame()
             assert set(frame.optimizer) == {name}

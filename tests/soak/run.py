@@ -152,7 +152,7 @@ def random_settings(dice: random.Random) -> dict[str, object]:
         "checkpointing": dice.choice(["none", "blocks", "sqrt"]),
         "batch_size": dice.choice([2, 4, 8]),
         "accumulation_steps": dice.choice([1, 2]),
-        "optimizer": dice.choice(["sgd", "momentum", "adam", "adamw", "own"]),
+        "optimizer": dice.choice(["sgd", "momentum", "adam", "adamw", "adafactor", "own"]),
         "learning_rate": dice.choice([0.001, 0.01]),
         "clip_norm": dice.choice([None, 1.0]),
     }

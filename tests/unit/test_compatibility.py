@@ -15,7 +15,7 @@ OWN = WorkloadInfo("own", 1, 4, dataset_len=100, blocks=3, own_optimizer="RMSpro
 
 
 def test_what_a_workload_lacks_is_refused_by_name() -> None:
-    with pytest.raises(InvalidInput, match=r"plain brings no optimizer .*=sgd, momentum, adam or adamw\."):
+    with pytest.raises(InvalidInput, match=r"plain brings no optimizer .*=sgd, momentum, adam, adamw or adafactor\."):
         compatibility.check(Settings(optimizer="own"), PLAIN, 2)
     with pytest.raises(InvalidInput, match="batch_size × accumulation_steps up to 50"):
         compatibility.check(Settings(batch_size=51), PLAIN, 2)
@@ -55,3 +55,17 @@ def test_what_is_kept_from_before_is_told_as_it_fits_the_data() -> None:
     assert said.startswith("Kept from before: batch_size=8 accumulation_steps=6 ")
     small = WorkloadInfo("plain", 1, 4, dataset_len=20, blocks=0)
     assert compatibility.kept(Settings(), small, 2) == "", "any load would begin with the same"
+
+
+def test_an_optimizer_without_fused_kernels_takes_torchs_default_unless_they_are_asked_for() -> None:
+    fused = Settings(optimizer_impl="fused")
+    assert compatibility.asked(fused, {"optimizer": "adafactor"}, 2) == Settings(optimizer="adafactor")
+    assert compatibility.asked(fused, {"optimizer": "sgd"}, 2) == fused.replace(optimizer="sgd")
+    looped = Settings(optimizer_impl="loop")
+    assert compatibility.asked(looped, {"optimizer": "adafactor"}, 2) == looped.replace(optimizer="adafactor")
+    for before, named in (
+        (fused, {"optimizer": "adafactor", "optimizer_impl": "fused"}),
+        (Settings(optimizer="adafactor"), {"optimizer_impl": "fused"}),
+    ):
+        with pytest.raises(InvalidInput, match=r"no fused adafactor.* Use optimizer_impl=default, foreach or loop"):
+            compatibility.check(compatibility.asked(before, named, 2), WorkloadInfo("net", 1, 4, 100, blocks=4), 2)

@@ -23,9 +23,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw", "adafactor"])
 def test_every_switch_of_implementation_gives_the_unswitched_weights(name: str) -> None:
-    for before, after in itertools.permutations(IMPLEMENTATIONS, 2):
+    has = [one for one in IMPLEMENTATIONS if (name, one) != ("adafactor", "fused")]
+    for before, after in itertools.permutations(has, 2):
         torch.manual_seed(0)
         switched, plain = nn.Linear(3, 2), nn.Linear(3, 2)
         plain.load_state_dict(switched.state_dict())

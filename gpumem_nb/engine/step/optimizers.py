@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from ...internals.torch_internals import has_step_hooks, keep_scale_from
 from ...memory.tensors import tensors_in
@@ -21,6 +21,7 @@ _BUILD: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
     "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
     "adam": lambda params, lr: Adam(params, lr=lr),
     "adamw": lambda params, lr: AdamW(params, lr=lr),
+    "adafactor": lambda params, lr: Adafactor(params, lr=lr),
 }
 
 # torch's own flags; both False is the loop over single tensors. By default an optimizer keeps those it was made with.

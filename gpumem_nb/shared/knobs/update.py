@@ -10,9 +10,14 @@ from ..workload import WorkloadInfo
 from .knob import CHANGES, HALF, KEEPS, KEEPS_TO_ROUNDING, MOST, Changes, Knob, Need, Settings, carried
 
 _OWN = "own"
-_OURS = ("sgd", "momentum", "adam", "adamw")
+_OURS = ("sgd", "momentum", "adam", "adamw", "adafactor")
 _USE_OURS = f"Use optimizer={', '.join(_OURS[:-1])} or {_OURS[-1]}."
-_LESS_STATE = {"adam": ("momentum", "sgd"), "adamw": ("momentum", "sgd"), "momentum": ("sgd",)}
+_NEVER_FUSED = ("adafactor",)
+_LESS_STATE = {
+    **dict.fromkeys(("adam", "adamw"), ("adafactor", "momentum", "sgd")),
+    "adafactor": ("sgd",),
+    "momentum": ("adafactor", "sgd"),
+}
 
 
 def brings_none(workload: str) -> str:
@@ -24,14 +29,31 @@ def _less_state(need: Need) -> Iterator[Changes]:
     # How much an own optimizer remembers is known only when another one is tried.
     others = _LESS_STATE["adam"] if need.tried_out else ()
     for name in others if need.settings.optimizer == _OWN else _LESS_STATE.get(need.settings.optimizer, ()):
-        yield {"optimizer": name}
+        lacks = name in _NEVER_FUSED and need.settings.optimizer_impl == "fused"
+        yield {"optimizer": name} | ({"optimizer_impl": "default"} if lacks else {})
 
 
 def _in_place(need: Need) -> Iterator[Changes]:
     # Fused updates work in place; all others take copies of what they update. An own optimizer may lack them.
-    usable = need.settings.optimizer != _OWN or need.tried_out
+    name = need.settings.optimizer
+    usable = need.tried_out if name == _OWN else name not in _NEVER_FUSED
     if need.of_update and usable and need.settings.optimizer_impl != "fused":
         yield {"optimizer_impl": "fused"}
+
+
+def _has_no_kernel(settings: Settings, ranks: int) -> str:
+    if settings.optimizer_impl != "fused" or settings.optimizer not in _NEVER_FUSED:
+        return ""
+    return (
+        f"torch has no fused {settings.optimizer}, so optimizer_impl=fused cannot be used with it. "
+        "Use optimizer_impl=default, foreach or loop."
+    )
+
+
+def _as_it_has(before: Settings, after: Settings, named: Collection[str], ranks: int) -> Changes:
+    """Return torch's default for another optimizer that lacks the kernels of the one before it."""
+    kept = before.optimizer_impl == after.optimizer_impl and "optimizer_impl" not in named
+    return {"optimizer_impl": "default"} if kept and _has_no_kernel(after, ranks) else {}
 
 
 def _refuses(name: str, workload: WorkloadInfo | None) -> str:
@@ -59,6 +81,7 @@ OPTIMIZER = Knob(
         "momentum": "SGD with a mean of earlier gradients: one more copy of the weights",
         "adam": "two means for each weight: two more copies",
         "adamw": "Adam with weight decay of its own: two more copies",
+        "adafactor": "a row and a column for each matrix; learning_rate is relative to the size of the weights",
         _OWN: "the one that the workload brings",
     },
     short="",
@@ -85,6 +108,8 @@ OPTIMIZER_IMPL = Knob(
     short="",
     moves={TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
     mathematics=KEEPS_TO_ROUNDING,
+    conflicts=_has_no_kernel,
+    settles=_as_it_has,
     apply=lambda live, settings: live.set_optimizer_impl(settings.optimizer_impl),
     lighter=_in_place,
     saves="the update takes no copies of the weights",
