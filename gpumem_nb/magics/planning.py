@@ -166,6 +166,21 @@ class PlanningMagics(Magics):
         return _answer("What fits", lambda progress: session.what_fits(progress=progress))
 
     @magic()
+    @argument("--same-mathematics", action="store_true", help="leave out what changes the mathematics, such as bf16")
+    def hvd_ladder(self, args: Namespace) -> Any:
+        """Show which changes free memory, each on top of those before it, down to the least in which the model trains.
+
+        The one that frees most for the time that it costs comes first; nothing is changed before you type a rung.
+        """
+        session, same = current(), args.same_mathematics
+        found = _answer("Memory ladder", lambda progress: session.ladder(same_mathematics=same, progress=progress))
+        with suppress(KeyboardInterrupt):  # of stop that was pressed once more
+            from ..ui.figures import show_ladder  # plotly takes long to import
+
+            show_ladder(found)
+        return found
+
+    @magic()
     @argument("--budget", help="what may be reserved on a rank, such as 512MiB; by default the rank's limit")
     @argument("--global-batch", type=int, help="samples of a step of all ranks; by default as they are")
     @argument("--seconds", type=float, default=60.0, help="how long it may take, about (60)")

@@ -12,11 +12,13 @@ from ..kernel.questions.doctoring import Doctoring
 from ..kernel.questions.elsewhere import Elsewhere
 from ..kernel.questions.fitting import Fitting
 from ..kernel.questions.instead import FindingInstead
+from ..kernel.questions.laddering import Laddering
 from ..kernel.questions.tuning import Tuning
 from ..planning.cold_table import ColdPredictions
 from ..planning.doctor.checklist import Checklist
 from ..planning.doctor.finding import Diagnosis
 from ..planning.fit import Largest, fits
+from ..planning.ladder import Ladder
 from ..planning.prediction import Prediction
 from ..planning.score import Scoreboard
 from ..planning.tuning.result import TuneResult
@@ -208,6 +210,21 @@ class PredictsSettings:
             WorkloadError: nothing is loaded, or no small step was possible.
         """
         return Fitting(self._life.cluster).what_fits(progress, self._life.applying)
+
+    def ladder(self, *, same_mathematics: bool = False, progress: Progress = lambda what, done: None) -> Ladder:
+        """Return the memory ladder: changes from here on, each on top of those before it, down to the least memory.
+
+        The change that frees most of the live peak for the time that it costs comes first. Each is predicted, as by
+        :meth:`predict`; ``apply`` of the answer takes a rung. An interrupt ends it with those found.
+
+        Args:
+            same_mathematics: whether only what keeps the mathematics, to rounding, is a rung.
+            progress: told which change is being predicted.
+
+        Raises:
+            WorkloadError: nothing is loaded, or a small step failed.
+        """
+        return Laddering(self._life.cluster).ladder(same_mathematics, progress, self._life.applying)
 
     def tune(
         self,

@@ -12,10 +12,12 @@ from plotly import graph_objects as go
 from plotly.io import renderers
 
 from ..internals.plotly_internals import LiveFigure
+from ..planning.ladder import Ladder
 from ..planning.tuning.record import Candidate
 from ..planning.tuning.result import TuneResult
 from ..report.runs import Row
 from ..report.runs.comparing import Comparison
+from ..shared.knobs import CHANGES
 from ..shared.step_times import MEANING, PARTS, Lap, StepLanes
 from ..shared.units import format_rate
 from .cells import in_notebook
@@ -207,6 +209,50 @@ def show_tuned(result: TuneResult) -> None:
         show([tuned_figure(result)])
 
 
+def show_ladder(ladder: Ladder) -> None:
+    """Show the figure; there is none in a terminal, or where fewer than two of its settings were timed."""
+    if in_notebook() and len([one for one in (ladder.now, *ladder.rungs) if one.samples_per_s]) > 1:
+        show([ladder_figure(ladder)])
+
+
+def ladder_figure(ladder: Ladder) -> go.Figure:
+    """Samples/s of all ranks, and MiB reserved on the worst rank, from rung to rung; hover says what a rung adds."""
+    rungs = [(row, one) for row, one in zip(ladder.records, (ladder.now, *ladder.rungs), strict=True) if one.step_s]
+    differs = [row["mathematics"] == CHANGES for row, _ in rungs]
+    figure = go.Figure(
+        go.Scatter(
+            x=[one.samples_per_s for _, one in rungs],
+            y=[one.reserved_peak_bytes / _MIB for _, one in rungs],
+            mode="lines+markers+text",
+            text=[f"{row['rung']}{' ≠' * other}" for (row, _), other in zip(rungs, differs, strict=True)],
+            textposition="top right",
+            hovertext=[row["adds"] for row, _ in rungs],
+            hovertemplate="%{hovertext}<br>%{y:.1f} MiB reserved, %{x:.4g} samples/s<extra></extra>",
+            line={"color": GREY, "width": 1},
+            marker={
+                "size": 11,
+                "color": [ORANGE if other else BLUE for other in differs],
+                "symbol": ["diamond" if other else "circle" for other in differs],
+            },
+        )
+    )
+    axis = {"gridcolor": GRID, "zeroline": False, "rangemode": "tozero"}
+    figure.update_layout(
+        **look("Memory ladder: rungs by number, ≠ changes the mathematics", _HEIGHT),
+        xaxis=axis | {"title": {"text": "samples/s, all ranks", "standoff": 4, "font": {"size": 14}}},
+        yaxis=axis | {"title": {"text": "MiB reserved, worst rank", "font": {"size": 14}}},
+    )
+    limit, most = ladder.now.limit_bytes, max(one.reserved_peak_bytes for _, one in rungs)
+    if limit and limit < _NEAR * most:
+        _mark_limit(figure.add_hline, y=limit / _MIB)
+    return figure
+
+
+def _mark_limit(add: Callable[..., Any], **where: float) -> None:
+    line = {"color": VERMILION, "width": 3}
+    add(**where, line=line, annotation={"text": "limit", "font": {"color": VERMILION}, "xanchor": "right"})
+
+
 def tuned_widget(result: TuneResult) -> Any:
     """Return the same in a panel."""
     figure = tuned_figure(result)
@@ -266,11 +312,7 @@ def tuned_figure(result: TuneResult) -> go.Figure:
     figure.update_layout(margin={"b": 96})
     most = max(one.predicted.reserved_peak_bytes for one in result.measured)
     if result.budget_bytes and result.budget_bytes < _NEAR * most:
-        figure.add_vline(
-            x=result.budget_bytes / _MIB,
-            line={"color": VERMILION, "width": 3},
-            annotation={"text": "limit", "font": {"color": VERMILION}, "xanchor": "right"},
-        )
+        _mark_limit(figure.add_vline, x=result.budget_bytes / _MIB)
     return figure
 
 

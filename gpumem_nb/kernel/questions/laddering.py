@@ -1,0 +1,87 @@
+"""Looks for the rungs of the memory ladder, by predicting what may be lighter than the rung above."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...planning.instead import lighter
+from ...planning.ladder import Ladder, may_be_rung, next_rung
+from ...planning.prediction import Prediction
+from ...report.differences import typed
+from ...shared.answers import Progress
+from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
+from ...shared.settings import Settings
+from .. import compatibility
+from ..cluster import AsksRanks, Cluster
+from .fitting import Changed, Knobs, Unchanged
+
+_USUAL = 8  # rungs, by which progress is told
+
+
+class Laddering(AsksRanks):
+    """Climbs down from the present settings; training that goes on does so between the predictions."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._predicting = cluster.predicting
+
+    def ladder(
+        self, same_mathematics: bool, progress: Progress, applying: Callable[[Settings], Callable[[Knobs], object]]
+    ) -> Ladder:
+        """Return the rungs, as :meth:`Session.ladder`; an interrupt, or what ends the ranks, leaves those found.
+
+        Raises:
+            WorkloadError: nothing is loaded, or no small step was possible; ``NotThisTime`` if settings were changed.
+        """
+        self._foreground.check_loaded()
+        present, apply = self._training.settings, applying(self._training.settings)
+        unchanged = Unchanged(self._history, lambda: self._training.settings)
+        progress("as it is", 0.0)
+        now = self._predicting.predict({})
+        splits, rungs, ended = self._predicting.splits(), list[Prediction](), ""
+
+        def fit_for(settings: Settings) -> bool:
+            usable = compatibility.usable(settings, self._training.workload, len(self._ranks))
+            return usable and may_be_rung(present, settings, splits, same_mathematics)
+
+        known: dict[Settings, Prediction] = {}
+        try:
+            while below := self._below([now, *rungs], fit_for, unchanged, known, progress):
+                rungs.append(below)
+        except Changed as why:
+            if not rungs:
+                raise NotThisTime(f"Meanwhile {why} Run it again.") from None
+            ended = f"It ended early, because {why}"
+        except KeyboardInterrupt as interrupt:
+            ended = f"It was interrupted. {str(interrupt).removeprefix('Interrupted. ')}".rstrip()
+        except GpumemError as error:
+            if not rungs:
+                raise
+            ended = f"It ended early: {error}"
+        return Ladder(now, tuple(rungs), splits, ended, apply)
+
+    def _below(
+        self,
+        rungs: list[Prediction],
+        fit_for: Callable[[Settings], bool],
+        unchanged: Unchanged,
+        known: dict[Settings, Prediction],
+        progress: Progress,
+    ) -> Prediction | None:
+        """Return the rung below these, ``None`` where there is none; ``known`` takes in what is predicted."""
+        above, workload = rungs[-1], self._training.workload
+        blocks = workload.blocks if workload else 0
+        wanted = list(filter(fit_for, lighter(above.settings, above.phase, blocks, above.categories)))
+        for settings in wanted:
+            unchanged.check()
+            if settings in known:
+                continue
+            progress(f"rung {len(rungs)}: {typed(above.settings, settings)}", min(0.95, len(rungs) / _USUAL))
+            try:
+                known[settings] = self._predicting.predict(settings.changed_from(self._training.settings))
+            except NotThisTime:
+                raise
+            except (InvalidInput, WorkloadError):  # a setting under which no step goes well is no rung
+                continue
+        unchanged.check()
+        return next_rung(above, [known[settings] for settings in wanted if settings in known])

@@ -1,0 +1,42 @@
+"""The memory ladder on real ranks: its rungs come true when they are taken."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from gpumem_nb.session import Session
+from gpumem_nb.shared.errors import InvalidInput
+from tests.cluster.test_ledger import STATE
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+def test_every_rung_needs_what_was_said_when_it_is_taken(
+    two_ranks: Session, fresh: Callable[..., Session], shell: InteractiveShell
+) -> None:
+    session = fresh(two_ranks, "text-gpt", width=64, depth=3, heads=2, sequence_length=32)
+    session.set(batch_size=8)
+    session.train(3)
+    before = session.run(STATE)
+    found = shell.run_line_magic("hvd_ladder", "")
+    assert [digest for digest, _ in session.run(STATE)] == [digest for digest, _ in before]
+    peaks = [found.now.live_peak_bytes, *(one.live_peak_bytes for one in found.rungs)]
+    assert len(peaks) >= 4
+    assert all(below <= 0.98 * above for above, below in itertools.pairwise(peaks))
+    assert peaks[-1] < 0.5 * peaks[0]
+    session.run("del tensors")  # which hold the state of an optimizer that rungs replace
+    present = session.settings
+    for number, rung in enumerate(found.rungs, 1):
+        found.apply(number)
+        session.train(3)
+        assert session.settings == rung.settings
+        assert session.history.tried[-1].peak_bytes == pytest.approx(rung.live_peak_bytes, rel=0.005), rung.settings
+    found.apply(0)
+    assert session.settings == present
+    session.set(compression="fp16")
+    with pytest.raises(InvalidInput, match="found before compression changed"):
+        found.apply(1)
