@@ -283,15 +283,15 @@ def in_turns(now_per_s: list[float], larger_per_s: list[float]) -> list[Finding]
 
 
 def test_a_small_batch_is_said_by_what_several_turns_came_to_so_that_one_that_was_disturbed_decides_nothing() -> None:
-    [found] = in_turns([100.0], [80.0 + 90, 170.0, 165.0, 175.0])
+    [found] = in_turns([100.0], [190.0, 200.0, 195.0, 205.0])
     assert found.cause == "a small batch"
     assert found.flip
     assert found.flip.will
-    assert found.flip.will.samples_per_s == 170.0, "the button's figure is that of the finding"
-    assert "it is 170 samples/s instead of 100" in found.sentence
-    assert [one.cause for one in in_turns([100.0], [130.0, 170.0, 170.0, 170.0])] == ["a small batch"]
-    assert in_turns([100.0], [170.0, 120.0, 120.0, 120.0]) == [], "the machine was busy for a moment"
-    assert in_turns([60.0, 100.0, 130.0, 100.0], [170.0, 125.0, 170.0, 170.0]) == [], "turns differ as much"
+    assert found.flip.will.samples_per_s == 197.5, "the button's figure is that of the finding"
+    assert "it is 198 samples/s instead of 100" in found.sentence
+    assert [one.cause for one in in_turns([100.0], [130.0, 200.0, 200.0, 200.0])] == ["a small batch"]
+    assert in_turns([100.0], [200.0, 120.0, 120.0, 120.0]) == [], "the machine was busy for a moment"
+    assert in_turns([60.0, 100.0, 130.0, 100.0], [200.0, 125.0, 200.0, 200.0]) == [], "turns differ as much"
 
 
 def test_turns_that_cannot_be_taken_leave_what_was_measured() -> None:
