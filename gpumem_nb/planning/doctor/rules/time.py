@@ -44,8 +44,8 @@ _DO = {
     "no core": "End the programs that you do not need, then train on: %hvd_train 20.",
 }
 _MORE = 4  # times as many samples in a micro-batch are asked about
-# With 32 samples a micro-batch, four times as many brought digits-resnet a third and digits-separable half as much again
-# (findings.md), and nothing is wrong with either: what brings three quarters as much again at least was small.
+# With 32 samples a micro-batch, four times as many brought digits-resnet a third and digits-separable half as many
+# samples/s again (findings.md), and nothing is wrong with either: what brings three quarters again at least was small.
 _WORTH = 1.75
 _FASTER = 1.05  # at least, without checkpointing; what is gained is the recomputation, a fifth to a third of a step
 _ROOM = 0.5  # of the limit: with more, four times as many hardly fit
