@@ -308,6 +308,39 @@ def test_turns_that_cannot_be_taken_leave_what_was_measured() -> None:
     assert session.finding().cause == "a small batch"
 
 
+def test_what_was_timed_on_another_occasion_is_no_turn() -> None:
+    session, speed = Session(), 0.5  # of the machine, while something else runs
+
+    def predicts(settings: Settings) -> Prediction:
+        per_s = speed * (200.0 if settings.batch_size == 4 * DEFAULT.batch_size else 100.0)
+        return prediction(settings, samples_per_s=per_s, low_samples_per_s=per_s, high_samples_per_s=per_s)
+
+    def predict(settings: Settings) -> None:
+        version, begun = session.history.model_version, session.history.begun
+        session.history.predicted(Asked(predicts(settings), version, DEFAULT, begun))
+
+    session.predicts = predicts
+    predict(DEFAULT.replace(batch_size=4 * DEFAULT.batch_size))
+    speed = 1.0
+    assert session.finding().cause == "a small batch"
+
+
+def test_larger_micro_batches_that_run_out_of_memory_in_a_later_turn_do_not_fit() -> None:
+    session, asked = Session(), Counter[Settings]()
+
+    def predicts(settings: Settings) -> Prediction:
+        asked[settings] += 1
+        if settings == DEFAULT:
+            return prediction()
+        if asked[settings] < 3:
+            return prediction(settings, live=900, samples_per_s=200.0, low_samples_per_s=199.0)
+        out: dict[str, Any] = {"verdict": DOES_NOT_FIT, "lower_bound": True, "samples_per_s": None, "step_s": None}
+        return prediction(settings, live=890, **out)  # with what it asked for, in memory that was in pieces
+
+    session.predicts = predicts
+    assert session.examine().findings == ()
+
+
 def test_a_lower_bound_is_not_called_the_most_that_is_needed() -> None:
     blind = prediction(live=1200, verdict=DOES_NOT_FIT, categories={c.OTHER: 1200 * MIB}, lower_bound=True)
     [found] = findings(evidence(needs=blind))

@@ -217,7 +217,7 @@ class Doctoring(AsksRanks):
     def _predict(self, changes: Changes, notes: list[str]) -> Prediction | None:
         """Return what is predicted of these changes; ``None`` where nothing can be said."""
         try:
-            return self._foreseen(changes)
+            return self._predicting.predict(dict(changes))
         except (InvalidInput, WorkloadError) as error:
             notes.append(f"What these settings need could not be predicted: {error}")
             return None
@@ -225,7 +225,7 @@ class Doctoring(AsksRanks):
     def _foreseen(self, changes: Changes) -> Prediction:
         """Return what was predicted of these changes, now or before."""
         wanted = compatibility.asked(self._training.settings, changes, len(self._ranks))
-        known = self._history.foreseen.get(wanted) if changes else None
+        known = self._history.foreseen.get(wanted)
         return self._predicting.predict(dict(changes)) if known is None or known.cut_short else known
 
     def _with_flip(self, finding: Finding, evidence: Evidence) -> Finding:
