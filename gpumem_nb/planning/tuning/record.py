@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ...shared.settings import Settings
 from ..fit import with_longest, worth_a_step
-from ..prediction import TIGHT, Prediction
+from ..prediction import DOES_NOT_FIT, TIGHT, Prediction
 
 TURNS_WITH_AN_ERROR = 3  # from which on a spread can be told
 _MEDIAN_ERROR = 1.253  # standard errors of a mean are those of a median of normal values, of many
@@ -43,7 +43,7 @@ class Candidate:
         Steps of the largest sample were small ones, which this keeps to.
         """
         first, predicted = not self.rates, with_longest(predicted, self.predicted)
-        if first or predicted.high_bytes > self.predicted.high_bytes:
+        if first or predicted.verdict == DOES_NOT_FIT or predicted.high_bytes > self.predicted.high_bytes:
             self.predicted = predicted
         self.fits = self.fits and worth_a_step(predicted)
         if predicted.samples_per_s is not None:
