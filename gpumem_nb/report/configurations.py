@@ -15,7 +15,7 @@ from ..shared.step_times import PARTS, StepTimes
 from ..shared.units import format_bytes, format_rate
 from .differences import arrows, typed
 from .runs.row import Curve
-from .speed import STEPS_JUDGED, WARM_UP_STEPS, Speed, compared, percent
+from .speed import STEPS_JUDGED, WARM_UP_STEPS, Speed, compared, percent, with_a_core
 from .tables import Words
 
 _NOT_RUN = "not run"
@@ -39,7 +39,7 @@ class Tried:
         headroom: of the limit what the reserved peak left free, between 0 and 1; the least of any rank and step.
         throughputs: samples/s of all ranks together, one value for each of the last steps; none once it is settled.
         hidden: the mean over the ranks of the share of communication that backward hid, for each of the last steps.
-        starved: of each of the last steps the share in which the rank that lacked a core most was waiting for one.
+        with_cores: the same values as they would be at most if the rank that lacked a core most had not waited for one.
         compression_error: the share of a rank's gradients that compression took, as last measured; the worst rank's.
         part_times: the mean over the ranks of the seconds of each of ``PARTS``, for each of the last steps.
         categories: live bytes at the highest recorded peak, of the rank that had it.
@@ -62,7 +62,7 @@ class Tried:
     headroom: float | None = None
     throughputs: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     hidden: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
-    starved: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
+    with_cores: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     compression_error: float | None = None
     part_times: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=STEPS_JUDGED))
     categories: Mapping[str, int] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Tried:
     def add(self, samples: Sequence[Sample], limits: Sequence[int | None] = ()) -> None:
         """Take in one finished step of all ranks, whose memory has these limits, in rank order."""
         if self.steps == WARM_UP_STEPS and not self._settled:
-            for judged in (self.throughputs, self.hidden, self.starved, self.part_times):
+            for judged in (self.throughputs, self.with_cores, self.hidden, self.part_times):
                 judged.clear()
         self.steps += 1
         self.outcome = "ok"
@@ -98,8 +98,10 @@ class Tried:
             return
         rate = sum(sample.samples_per_s for sample in samples)
         if not any(sample.first for sample in samples):
+            times = [one.times for one in samples if one.times]
             self.throughputs.append(rate)
-            self._add_times([one.times for one in samples if one.times])
+            self.with_cores.append(with_a_core(rate, max((one.starved_share or 0.0 for one in times), default=0.0)))
+            self._add_times(times)
         errors = [one.compression_error for one in samples if one.compression_error is not None]
         self.compression_error = max(errors, default=self.compression_error)
         losses = [sample.loss for sample in samples if sample.loss is not None]
@@ -110,8 +112,6 @@ class Tried:
     def _add_times(self, times: Sequence[StepTimes]) -> None:
         if known := [share for share in (one.hidden_share for one in times) if share is not None]:
             self.hidden.append(statistics.fmean(known))
-        if known := [share for share in (one.starved_share for one in times) if share is not None]:
-            self.starved.append(max(known))
         if times:
             self.part_times.append(tuple(map(statistics.fmean, zip(*(one.seconds for one in times), strict=True))))
 
@@ -135,7 +135,7 @@ class Tried:
         self._settled = self.speed
         parts = self.part_seconds
         self.throughputs.clear()
-        self.starved.clear()
+        self.with_cores.clear()
         self.part_times = deque([tuple(parts.values())] if parts else [], STEPS_JUDGED)
         self.curve.thin()
 
@@ -171,8 +171,7 @@ class Tried:
         """Samples/s over the steps judged, all ranks together."""
         if self._settled:
             return self._settled
-        starved = list(self.starved)  # another thread adds to it
-        return Speed.of(list(self.throughputs), statistics.fmean(starved) if starved else 0.0)
+        return Speed.of(list(self.throughputs), list(self.with_cores))  # another thread adds to them
 
 
 @dataclass(frozen=True, repr=False)

@@ -28,7 +28,7 @@ _MEDIAN_ERROR = 1.253 / 1.349
 class Speed:
     """Samples/s over some steps: the median, half of all values lie between ``low`` and ``high``.
 
-    ``starved`` is the mean share of a step in which ranks waited for a core.
+    ``starved`` is the share of a step's time that waiting for a core took from that median.
     """
 
     median: float
@@ -38,8 +38,10 @@ class Speed:
     starved: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float], starved: float = 0.0) -> Speed | None:
-        """Of the values of single steps; ``None`` without any."""
+    def of(cls, values: Sequence[float], with_cores: Sequence[float] = ()) -> Speed | None:
+        """Of the values of single steps, and of what each would have been :func:`with_a_core`; ``None`` without any."""
+        both = statistics.median(values) / statistics.median(with_cores) if values and with_cores else 1.0
+        starved = max(0.0, 1 - both)
         if len(values) < 2:
             return cls(values[0], values[0], values[0], 1, starved) if values else None
         low, median, high = statistics.quantiles(values, method="inclusive")
@@ -49,6 +51,12 @@ class Speed:
     def error(self) -> float:
         """Standard error of the median."""
         return _MEDIAN_ERROR * (self.high - self.low) / math.sqrt(self.steps)
+
+    @property
+    def with_cores(self) -> Speed:
+        """What it would come to at most if no rank had waited for a core."""
+        median, low, high = (with_a_core(one, self.starved) for one in (self.median, self.low, self.high))
+        return Speed(median, low, high, self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +132,9 @@ def compared(before: Speed | None, after: Speed | None) -> str:
         return f"{both} (too few steps before to compare: {before.steps} of {FEWEST_STEPS})"
     if after.steps < FEWEST_STEPS:
         return f"{both} (too early to tell: {after.steps} of {FEWEST_STEPS} steps)"
-    doubt = 2 * math.hypot(before.error, after.error)
     if why := not_comparable(before, after):
-        return f"{both} ({_at_least(before, after, doubt) or why})"
+        return f"{both} ({_at_least(before, after) or why})"
+    doubt = _doubt(before, after)
     about = f"±{100 * doubt / before.median:.0f} %, {before.steps} and {after.steps} steps"
     if abs(after.median - before.median) <= doubt:
         return f"{both}: no clear difference ({about})"
@@ -141,21 +149,24 @@ def not_comparable(before: Speed | None, after: Speed | None) -> str:
     return f"not comparable: machine busy, ranks waited for a core in {100 * starved:.0f} % of a step"
 
 
-def _at_least(before: Speed, after: Speed, doubt: float) -> str:
+def _at_least(before: Speed, after: Speed) -> str:
     """Return the difference that is left if the slower side had waited for no core; empty if none is left for sure."""
-    first, second = before.median, after.median
-    if first < second:
-        first = _with_a_core(first, before.starved)
-        left = first + doubt < second
-    else:
-        second = _with_a_core(second, after.starved)
-        left = second + doubt < first
+    slower = before.median < after.median
+    first, second = (before.with_cores, after) if slower else (before, after.with_cores)
+    gained = second.median - first.median
+    if (gained if slower else -gained) <= _doubt(first, second):
+        return ""
     share = max(before.starved, after.starved)
     waited = f"ranks waited for a core in {100 * share:.0f} % of a step"
-    return f"at least {percent(first, second)}, though {waited}" if left else ""
+    return f"at least {percent(first.median, second.median)}, though {waited}"
 
 
-def _with_a_core(samples_per_s: float, starved: float) -> float:
+def _doubt(before: Speed, after: Speed) -> float:
+    """Return the difference between two medians that may be chance."""
+    return 2 * math.hypot(before.error, after.error)
+
+
+def with_a_core(samples_per_s: float, starved: float) -> float:
     """Return what a speed would come to at most if no rank had waited for a core, as they did for a share of a step."""
     return samples_per_s / (1 - min(starved, _MOST_STARVED))
 

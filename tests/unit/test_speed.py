@@ -10,6 +10,7 @@ import pytest
 from gpumem_nb.report.configurations import Effect, Tried
 from gpumem_nb.report.speed import FEWEST_STEPS, Speed, Straggler, compared, of_first_step
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.step_times import FORWARD, StepTimes
 from tests.ledgers import sample, waits
 
 
@@ -44,6 +45,26 @@ def test_of_a_busy_machine_only_what_waiting_for_cores_cannot_explain_is_a_diffe
     for before, after in ((busy(slow, 0.6), fast), (fast, busy(slow, 0.6)), (busy(slow, 1.0), fast)):
         assert "not comparable: machine busy" in compared(before, after)
     assert "not comparable" in compared(slow, Speed(90, 89, 91, 50, 0.2)), "with cores it might be faster"
+
+
+@pytest.mark.parametrize("waiting", [0.6, 0.8, 1.0])
+def test_what_some_steps_lost_to_waiting_is_given_back_to_these_steps(waiting: float) -> None:
+    def ran(samples_per_s: float, share: float) -> Tried:
+        tried = Tried(1, "w", Settings())
+        for step in range(32):
+            waits = share if step % 10 < 10 * waiting else 0.0
+            times = StepTimes.of({FORWARD: 0.1}, None, queued_s=0.1 * waits)
+            tried.add([sample(step, samples_per_s=samples_per_s * (1 - waits), times=times)])
+        return tried
+
+    busy, slower, faster = ran(100, 0.5), ran(90, 0.0), ran(150, 0.0)
+    assert "50 → 90 samples/s (not comparable: machine busy" in Effect(busy, slower).speed, "100 with cores"
+    assert "50 → 150 samples/s (at least +50 %, though ranks waited for a core in 50 %" in Effect(busy, faster).speed
+
+
+def test_a_speed_with_cores_is_as_uncertain_as_what_it_follows_from() -> None:
+    before, after = noisy(10, 20, 0.2), noisy(106, 20, 0.01)
+    assert "not comparable" in compared(replace(before, starved=0.9), after), "100 ± 10"
 
 
 def test_equal_speeds_are_told_apart_as_seldom_as_their_error_says() -> None:
