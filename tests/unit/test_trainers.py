@@ -61,6 +61,7 @@ ALIKE = {
     "a mean over samples": "classified(gradient_accumulation_steps=2)",
     "an optimizer of one's own": "own_optimizer()",
     "a schedule of its class": "trained_by(Scheduled, lr_scheduler_type='constant')",
+    "an optimizer and a schedule of its class that it does not return": "trained_by(Optimized)",
     "gradients that a negative norm leaves as they are": "trained_by(max_grad_norm=-1.0)",
     "a part in evaluation mode, which its steps end": "with_a_part_in_evaluation_mode()",
 }
@@ -80,6 +81,13 @@ class Scheduled(Trainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         return self.lr_scheduler
+
+class Optimized(Trainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
 def with_a_part_in_evaluation_mode():
     trainer = classified()
@@ -117,6 +125,11 @@ def test_clipping_is_that_of_the_trainer_to_rounding(cell: dict[str, Any]) -> No
     ours = alone({"trainer": of(cell, "trained_by(max_grad_norm=0.5, optim='sgd')")}, 6)
     assert ours.trainer.live.settings.clip_norm == 0.5
     torch.testing.assert_close(dict(ours.model.named_parameters()), dict(plain.model.named_parameters()))
+
+
+def test_no_norm_to_clip_at_clips_nothing(cell: dict[str, Any]) -> None:
+    ours = alone({"trainer": of(cell, "trained_by(max_grad_norm=None)")}, 1)
+    assert ours.trainer.live.settings.clip_norm is None
 
 
 def test_a_trainer_that_has_trained_goes_on_with_its_optimizer(cell: dict[str, Any]) -> None:
@@ -331,6 +344,10 @@ REFUSED = {
     "a precision of its own": (
         "type('Mine', (Trainer,), {'compute_loss_context_manager': lambda *_: None, '__module__': '__main__'})",
         r"defines compute_loss_context_manager, which no step here calls",
+    ),
+    "both made at once": (
+        "type('Mine', (Trainer,), {'create_optimizer_and_scheduler': lambda *_: None, '__module__': '__main__'})",
+        r"defines create_optimizer_and_scheduler, .*\. Define create_optimizer and create_scheduler\.$",
     ),
     "no data": ("lambda model, args, **_: Trainer(model, args)", "has no train_dataset. Make it with one"),
     "batches put together": (

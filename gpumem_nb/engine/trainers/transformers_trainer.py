@@ -114,6 +114,8 @@ def _refusals(trainer: Any, ranks: int) -> Iterator[str]:
         yield f"of TRL's trainers SFTTrainer can be attached. {theirs[0]} holds more than one model and its loss."
     for name in filter(lambda name: _is_users(trainer, name), _STEPS):
         yield f"{what} defines {name}, which no step here calls. Put what it does into compute_loss, or leave it out."
+    if _is_users(trainer, name := "create_optimizer_and_scheduler"):
+        yield f"{what} defines {name}, which newer versions do not call. Define create_optimizer and create_scheduler."
     optim = str(getattr(args.optim, "value", args.optim))
     if trainer.optimizer is None and (optim in _WITHOUT_AN_UPDATE or "layerwise" in optim):
         yield f"optim={optim} updates weights during backward, before gradients are averaged. Use optim=adamw_torch."
@@ -163,7 +165,8 @@ def _take_update(taking: Taking, trainer: Any, loader: Any, ranks: int) -> None:
     given = trainer.optimizer is not None
     trainer.optimizer = unprepared(trainer.optimizer)
     forget_scheduler(trainer)
-    optimizer = trainer.create_optimizer()
+    trainer.create_optimizer()  # which sets what it makes; a class of the user's need not return it
+    optimizer = trainer.optimizer
     optim = getattr(args.optim, "value", args.optim)
     source = "trainer.optimizer" if given else f"optim={optim}, weight_decay={args.weight_decay:g}"
     kind, steps = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)), _steps(args, loader, ranks)
@@ -171,7 +174,8 @@ def _take_update(taking: Taking, trainer: Any, loader: Any, ranks: int) -> None:
     if scheduler is None and kind in _OF_METRICS and not _is_users(trainer, "create_scheduler"):
         taking.leave(f"lr_scheduler_type={kind}, which waits for a metric: the rate stays as it is")
     elif scheduler is None and (kind != "constant" or _is_users(trainer, "create_scheduler")):
-        scheduler = trainer.create_scheduler(num_training_steps=steps)
+        trainer.create_scheduler(num_training_steps=steps)
+        scheduler = trainer.lr_scheduler
     taking.optimizer(optimizer, source, "trainer.optimizer" if given else "learning_rate")
     if scheduler is None:
         taking.constant_rate(f"lr_scheduler_type={kind}")
@@ -208,9 +212,8 @@ def _take_knobs(taking: Taking, trainer: Any, model: nn.Module, loader: Any) -> 
         taking.leave(f"mixed_precision={mixed}, which no knob has")
     source = "neither bf16 nor fp16" if mixed == "no" else f"{mixed}=True"
     taking.knob("precision", PRECISIONS.get(mixed, "fp32"), source)
-    taking.knob(
-        "clip_norm", args.max_grad_norm if args.max_grad_norm > 0 else None, f"max_grad_norm={args.max_grad_norm}"
-    )
+    most = args.max_grad_norm
+    taking.knob("clip_norm", most if most is not None and most > 0 else None, f"max_grad_norm={most}")
     asked = next((name for name in _CHECKPOINTING if getattr(args, name, False)), "")
     if name := _switched_on(model):
         getattr(model, f"{name}_disable")()  # the knob decides from now on
