@@ -10,7 +10,7 @@ import pytest
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, PartialState
 
-from gpumem_nb.engine.trainers.prepared import of_accelerator
+from gpumem_nb.engine.trainers.prepared import of_accelerator, of_prepared
 from gpumem_nb.internals.transformers_internals import among
 from gpumem_nb.shared.errors import WorkloadError
 from tests.trainers import alone, differing, made
@@ -97,10 +97,11 @@ def test_a_schedule_that_was_not_prepared_goes_on_once_a_step(cell: dict[str, An
 
 def test_batches_that_are_shared_out_among_processes_are_refused(cell: dict[str, Any]) -> None:
     config = DataLoaderConfiguration(split_batches=True)
-    accelerator, _ = cell["prepared"](dataloader_config=config)
-    assert of_accelerator(accelerator, 1).parts.keys() >= {"model", "data"}
-    with pytest.raises(WorkloadError, match=r"split_batches=True.* make batches 1/4 as large"):
-        of_accelerator(accelerator, 4)
+    accelerator, things = cell["prepared"](dataloader_config=config)
+    for take, named in ((of_accelerator, accelerator), (of_prepared, things)):
+        assert take(named, 1).parts.keys() >= {"model", "data"}
+        with pytest.raises(WorkloadError, match=r"split_batches=True.* make batches 1/4 as large"):
+            take(named, 4)
 
 
 def test_its_precision_becomes_the_knobs_and_leaves_the_model(cell: dict[str, Any]) -> None:

@@ -56,10 +56,9 @@ def of_accelerator(accelerator: Any, ranks: int) -> Taking:
     Raises:
         WorkloadError: it has prepared nothing, more than one model or optimizer, or trains on several devices.
     """
-    if accelerator.split_batches and ranks > 1:
-        raise WorkloadError(f"This Accelerator {shares_batches(ranks)}")
     states = accelerator.state, accelerator.gradient_state
-    return _of(prepared_by(accelerator), "what the Accelerator prepared", ranks, states)
+    things = prepared_by(accelerator)
+    return _of(things, "what the Accelerator prepared", ranks, states, accelerator.split_batches)
 
 
 def of_prepared(things: Iterable[Any], ranks: int) -> Taking:
@@ -78,12 +77,15 @@ def of_prepared(things: Iterable[Any], ranks: int) -> Taking:
             "trainer= is of type tuple, and no Accelerator has prepared what is in it. Name the objects themselves: "
             "model=net data=loader optimizer=opt."
         )
-    return _of(things, "what prepare returned", ranks, states)
+    shares = any(getattr(thing, "split_batches", False) for thing in things)  # a schedule knows, not each loader
+    return _of(things, "what prepare returned", ranks, states, shares)
 
 
-def _of(things: list[Any], source: str, ranks: int, states: tuple[Any, Any]) -> Taking:
+def _of(things: list[Any], source: str, ranks: int, states: tuple[Any, Any], shares: bool) -> Taking:
     taking, (state, gradients) = Taking("accelerate's Accelerator", _ARGUMENTS), states
     _check(state)
+    if shares and ranks > 1:
+        raise WorkloadError(f"The Accelerator {shares_batches(ranks)}")
     models = [thing for thing in things if isinstance(thing, nn.Module)]
     optimizers = [thing for thing in things if hasattr(thing, "param_groups")]
     loaders = [thing for thing in things if isinstance(thing, DataLoader)]
@@ -122,7 +124,7 @@ def _take_schedule(taking: Taking, given: Any, source: str, ranks: int) -> None:
     """Take a scheduler; one that was prepared goes on in each step as often as there are processes."""
     scheduler = unprepared(given)
     kind, times = type(scheduler).__name__, 1
-    if scheduler is not given and given.step_with_optimizer and not given.split_batches:
+    if scheduler is not given and given.step_with_optimizer:
         times = ranks
     paced = times > 1 and not isinstance(scheduler, ReduceLROnPlateau)  # which is refused
     taking.part("scheduler", Paced(scheduler, times=times) if paced else scheduler, kind, source)
