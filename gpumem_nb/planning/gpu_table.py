@@ -128,10 +128,12 @@ def find(name: str) -> Gpu:
 
 
 def called(name: str, gpus: Iterable[str]) -> list[str]:
-    """Return those of some GPUs that are called so: the one with this name, else all that have it before their size."""
-    gpus = list(gpus)
-    same = [gpu for gpu in gpus if key_of(gpu) == key_of(name)]
-    return same or [gpu for gpu in gpus if _model(gpu) == key_of(name)]
+    """Return those of some GPUs that are called so: the one with this name, else all that have it before their size.
+
+    Of several that are written otherwise and are compared as the same, the last one counts: an added file's.
+    """
+    by_key, key = {key_of(gpu): gpu for gpu in gpus}, key_of(name)
+    return [by_key[key]] if key in by_key else [gpu for gpu in by_key.values() if _model(gpu) == key]
 
 
 def _model(gpu: str) -> str:

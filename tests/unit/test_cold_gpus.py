@@ -140,3 +140,13 @@ def test_where_there_are_several_sizes_these_are_named() -> None:
     with pytest.raises(InvalidInput) as raised:
         gpu_table.find("a100")
     assert str(raised.value) == "There are several a100 in the table: write A100-40GB or A100-80GB."
+
+
+@pytest.mark.parametrize("name", ["T4", "T4-16GB", "t4 16gb"])
+def test_a_gpu_of_an_added_file_that_is_written_otherwise_counts_in_place_of_that_of_the_table(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own.csv"
+    own.write_text(f"{HEADING}\nT4 16GB,7.5,14000,700,20,100,measured,measured\n")
+    monkeypatch.setenv(gpu_table.VARIABLE, str(own))
+    assert gpu_table.find(name).memory_bytes == 14000 * MIB
