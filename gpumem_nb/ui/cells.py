@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
@@ -177,8 +178,8 @@ class _Errors:
         self._shown: tuple[str, str] = "", ""
 
     def __call__(self, said: str) -> bool:
-        """Return whether it is shown."""
-        if not for_eyes():
+        """Return whether it is shown; ``%%capture`` would take the words, and leaves the name of the error."""
+        if not for_eyes() or isinstance(_shell().display_pub, CapturingDisplayPublisher):
             return False
         what = said, request_under_way(_shell())["header"]["msg_id"]
         if what != self._shown:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from html import unescape
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 
 from gpumem_nb.magics.planning import _say_how_to_apply
 from gpumem_nb.planning.fit import Largest
 from gpumem_nb.planning.prediction import FITS, Prediction
 from gpumem_nb.report.tables import Table, marked, notes_html, words_html
+from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.ui import cells
 from tests.unit.tuned_machine import tuned
@@ -119,3 +122,18 @@ def test_what_magics_say_is_printed_in_a_terminal_and_displayed_in_a_notebook(
     assert capsys.readouterr().out == ""
     assert [bundle["text/plain"] for bundle in shown] == [printed.rstrip("\n")]
     assert commands(shown[0]["text/html"]) == [f"%hvd_set {result.typed}"]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_error_is_told_where_it_is_seen(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr(cells, "display", lambda bundle, raw: shown.append(bundle))
+    shell = SimpleNamespace(
+        kernel=SimpleNamespace(_allow_stdin=True),
+        parent_header={"header": {"msg_id": "1"}},
+        display_pub=CapturingDisplayPublisher() if captured else None,  # as %%capture does, which takes no errors
+    )
+    monkeypatch.setattr(cells, "get_ipython", lambda: shell)
+    told = InvalidInput(f"Told once: {captured}.")._render_traceback_()
+    assert told == ([f"InvalidInput: Told once: {captured}."] if captured else ["InvalidInput"])
+    assert [bundle["text/plain"] for bundle in shown] == ([] if captured else ["Told once: False."])
