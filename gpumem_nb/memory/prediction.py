@@ -47,13 +47,12 @@ class SmallSteps:
     """
 
     def __init__(self, traces: Sequence[Trace], varies: bool = False) -> None:
-        self.traces, self._first = [trace.settled() for trace in traces], list(traces)
-        self.how, self.varies = RECORDED, varies
-        if len(self.traces) > 1:
-            small, large, self.how, joined = _paired(*self.traces)
-            self.traces = [small, large]
-            self._first[1] = traces[1].without_scratch(joined) if joined.any() else traces[1]
-            self.varies = varies or (self.how != BY_PEAKS and _vary(small, large))
+        self._first, self.how, self.varies = list(traces), RECORDED, varies
+        if len(traces) > 1:
+            *self._first, self.how = _paired(*traces)
+        self.traces = [trace.settled() for trace in self._first]
+        if len(traces) > 1:
+            self.varies = varies or (self.how != BY_PEAKS and _vary(*self.traces))
 
     def recorded_at(self, batch_size: int) -> Trace | None:
         """Return the step of that very size, if it is one of these."""
@@ -111,21 +110,18 @@ class SmallSteps:
         )
 
 
-def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str, NDArray[np.bool_]]:
-    """Return the two steps allocation by allocation as far as that can be, and how larger ones follow from them.
-
-    At last of which operator calls all that they need inside was joined.
-    """
-    none = np.zeros(1 + int(large.call.max(initial=0)), dtype=np.bool_)
-    if _alike(small, large):
-        return small, large, SCALED, none
-    small = _numbered_as(large, small)
+def _paired(small: Trace, large: Trace) -> tuple[Trace, Trace, str]:
+    """Return the two steps allocation by allocation as far as that can be, and how larger ones follow from them."""
+    settled = small.settled(), large.settled()
+    if _alike(*settled):
+        return small, large, SCALED
+    small = replace(small, call=_numbered_as(settled[1], settled[0]).call)
     calls = int(max(small.call.max(initial=0), large.call.max(initial=0)))
     differs = small.scratch_in_calls(calls) != large.scratch_in_calls(calls)
     first, second = small.without_scratch(differs), large.without_scratch(differs)
-    if _alike(first, second):
-        return first, second, BY_OPERATORS, differs
-    return small, large, BY_PEAKS, none
+    if _alike(first.settled(), second.settled()):
+        return first, second, BY_OPERATORS
+    return small, large, BY_PEAKS
 
 
 def _numbered_as(large: Trace, small: Trace) -> Trace:

@@ -72,6 +72,13 @@ def test_operators_that_ask_more_often_in_larger_steps_are_taken_as_a_whole() ->
     assert (found.how, found.live_peak_bytes) == (BY_OPERATORS, (1 + 64 + 16) * MIB)
 
 
+@pytest.mark.parametrize("batch_size", [2, 4])
+def test_small_steps_whose_operators_are_taken_as_a_whole_are_still_known_by_themselves(batch_size: int) -> None:
+    scratch = {2: 3, 4: 2}
+    both = forecast(SmallSteps([trace(size, scratch[size]) for size in scratch]), batch_size, 100 * MIB)
+    assert both == forecast(SmallSteps([trace(batch_size, scratch[batch_size])]), batch_size, 100 * MIB)
+
+
 def test_calls_are_found_again_where_putting_samples_together_takes_a_call_for_each() -> None:
     large = trace(4, scratch=3)
     large = replace(large, call=np.where(large.call > 0, large.call + 2, 0))
