@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from gpumem_nb.engine.step import trials
+from gpumem_nb.engine.step.trials import UpdateTimes
 from gpumem_nb.shared.messages import Chunk, Failure
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.step_times import UPDATE, StepTimes
+from tests.ledgers import sample
 
 
 @contextmanager
@@ -56,3 +62,18 @@ def test_on_a_gpu_a_step_that_loads_kernels_is_not_the_only_one(
     monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now_s))
     seconds, failure = trials.timed(_trying, step, Chunk(Settings(), 1, 1, trial=True), fewest)
     assert (failure, seconds) == (None, (expected,))
+
+
+def test_bytes_that_updates_go_through_are_those_of_the_weights_that_there_are() -> None:
+    times, settings = UpdateTimes(), {name: Settings(optimizer=name) for name in ("sgd", "adam")}
+
+    def update(name: str, weights: list[Tensor]) -> None:
+        live: Any = SimpleNamespace(settings=settings[name], parameters=weights, optimizer=SimpleNamespace(state={}))
+        times.note(live, [sample(step, times=StepTimes.of({UPDATE: 0.1}, None)) for step in range(3)])
+
+    few, many = [torch.zeros(10)], [torch.zeros(1000)]
+    for weights in (few, many):  # a cell has added some
+        for name in settings:
+            update(name, weights)
+    assert times.scaled(2 * 4 * 1000) == pytest.approx(0.1)
+    assert times.scaled(2 * 4 * 10) == pytest.approx(0.001), "no update is known that goes through so few"

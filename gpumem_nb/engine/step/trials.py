@@ -123,8 +123,10 @@ class UpdateTimes:
             del took_s[0]
         known = self._known.setdefault(kind, deque(maxlen=_UPDATES_KEPT))
         known.extend(took_s)
-        if known and (kind not in self._moved_bytes or live.parameters is not self._weights):
+        if live.parameters is not self._weights:
             self._weights = live.parameters
+            self._moved_bytes.clear()
+        if known and kind not in self._moved_bytes:
             self._moved_bytes[kind] = 2 * sum(param.nbytes for param in live.parameters) + _state_bytes(live)
 
     def of(self, settings: Settings) -> float | None:
