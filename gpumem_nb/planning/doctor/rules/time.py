@@ -123,11 +123,6 @@ def _faster(evidence: Evidence, other: Prediction, times: float) -> bool:
     return apart and other.samples_per_s >= times * needs.samples_per_s
 
 
-def _waited(evidence: Evidence) -> float:
-    """Return the share of a step in which ranks waited for a core."""
-    return max((one.share for one in evidence.verdicts if one.cause in ("no core", "too many ranks")), default=0.0)
-
-
 def needless_checkpointing(evidence: Evidence) -> Finding | None:
     """All activations fit with room, and steps that recompute none are faster."""
     kept, now_per_s = evidence.all_kept, evidence.samples_per_s
@@ -167,7 +162,8 @@ def own_threads(evidence: Evidence) -> Finding | None:
     threads = sum(one.facts.threads if one.facts else one.info.threads for one in here)
     if not 0 < cores < threads:
         return None
-    share, of = _waited(evidence), "threads" if rank.facts.threads > 1 else "thread"
+    waited = [one.share for one in evidence.verdicts if one.cause in ("no core", "too many ranks")]
+    share, of = max(waited, default=0.0), "threads" if rank.facts.threads > 1 else "thread"
     lost = f" {100 * share:.0f} % of a step is waiting for a core." if share else ""
     longest = max((one.share for one in evidence.verdicts), default=0.0)  # ranks that lack cores wait for one another
     fair = max(1, cores // len(here))
