@@ -60,8 +60,7 @@ ALIKE = {
     "a loss of its class": "classified(Weighted, gradient_accumulation_steps=2)",
     "a mean over samples": "classified(gradient_accumulation_steps=2)",
     "an optimizer of one's own": "own_optimizer()",
-    "a schedule of its class": "trained_by(Scheduled, lr_scheduler_type='constant')",
-    "an optimizer and a schedule of its class that it does not return": "trained_by(Optimized)",
+    "an optimizer and a schedule of its class, not returned": "trained_by(Own, lr_scheduler_type='constant')",
     "gradients that a negative norm leaves as they are": "trained_by(max_grad_norm=-1.0)",
     "a part in evaluation mode, which its steps end": "with_a_part_in_evaluation_mode()",
 }
@@ -77,12 +76,7 @@ def cell() -> dict[str, Any]:
     return made(
         CELL
         + """
-class Scheduled(Trainer):
-    def create_scheduler(self, num_training_steps, optimizer=None):
-        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        return self.lr_scheduler
-
-class Optimized(Trainer):
+class Own(Trainer):
     def create_optimizer(self, model=None):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
 
@@ -125,11 +119,6 @@ def test_clipping_is_that_of_the_trainer_to_rounding(cell: dict[str, Any]) -> No
     ours = alone({"trainer": of(cell, "trained_by(max_grad_norm=0.5, optim='sgd')")}, 6)
     assert ours.trainer.live.settings.clip_norm == 0.5
     torch.testing.assert_close(dict(ours.model.named_parameters()), dict(plain.model.named_parameters()))
-
-
-def test_no_norm_to_clip_at_clips_nothing(cell: dict[str, Any]) -> None:
-    ours = alone({"trainer": of(cell, "trained_by(max_grad_norm=None)")}, 1)
-    assert ours.trainer.live.settings.clip_norm is None
 
 
 def test_a_trainer_that_has_trained_goes_on_with_its_optimizer(cell: dict[str, Any]) -> None:
@@ -266,6 +255,7 @@ KNOBS: dict[str, dict[str, Any]] = {
         "prefetch_factor": 3,
         "lr_schedule": "constant",
     },
+    "trained_by(max_grad_norm=None)": {"clip_norm": None},
 }
 
 
@@ -334,21 +324,12 @@ def test_nothing_is_said_of_what_is_as_usual(cell: dict[str, Any]) -> None:
 
 REFUSED = {
     "a step of its own": (
-        "type('Mine', (Trainer,), {'training_step': lambda *_: None, '__module__': '__main__'})",
+        "own('training_step')",
         r"^trainer=: this Mine defines training_step, which no step here calls\. Put what it does into compute",
     ),
-    "clipping of its own": (
-        "type('Mine', (Trainer,), {'_clip_grad_norm': lambda *_: None, '__module__': '__main__'})",
-        r"defines _clip_grad_norm, which no step here calls\. .* or leave it out\.$",
-    ),
-    "a precision of its own": (
-        "type('Mine', (Trainer,), {'compute_loss_context_manager': lambda *_: None, '__module__': '__main__'})",
-        r"defines compute_loss_context_manager, which no step here calls",
-    ),
-    "both made at once": (
-        "type('Mine', (Trainer,), {'create_optimizer_and_scheduler': lambda *_: None, '__module__': '__main__'})",
-        r"defines create_optimizer_and_scheduler, .*\. Define create_optimizer and create_scheduler\.$",
-    ),
+    "clipping of its own": ("own('_clip_grad_norm')", r"defines _clip_grad_norm, .* or leave it out\.$"),
+    "a precision of its own": ("own('compute_loss_context_manager')", r"compute_loss_context_manager, which no step"),
+    "both made at once": ("own('create_optimizer_and_scheduler')", r"Define create_optimizer and create_scheduler\.$"),
     "no data": ("lambda model, args, **_: Trainer(model, args)", "has no train_dataset. Make it with one"),
     "batches put together": (
         "Trainer",
@@ -366,6 +347,8 @@ def test_a_trainer_that_cannot_be_kept_is_refused_in_a_sentence(what: str, cell:
     code = f"""
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self): return iter(rows)
+
+def own(method): return type("Mine", (Trainer,), dict([(method, lambda *_: None), ("__module__", "__main__")]))
 
 kind = {REFUSED[what][0]}
 """
