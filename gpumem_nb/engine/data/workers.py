@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ...internals.torch_internals import end_pinning, is_handler_of_loaders
 from ...shared.errors import WorkloadError, text_of
@@ -186,6 +186,9 @@ class _Begin:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self.parent:  # which was gone before
             os._exit(1)
+        # The user's code asks torch for the worker's copy of the dataset, and sets attributes of it.
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.fetcher.dataset)
         if self.then:
             self.then(worker)
 
