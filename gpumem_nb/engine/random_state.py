@@ -71,12 +71,17 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
+def seed_of(*numbers: object) -> int:
+    """Return a seed made of these numbers."""
+    return zlib.crc32(repr(numbers).encode())
+
+
 def begin_at(*numbers: object) -> None:
     """Let random numbers, which samples and their order draw, begin at a seed made of these numbers.
 
     Those of the current GPU too: samplers draw there once a cell has made it torch's default device.
     """
-    seed = zlib.crc32(repr(numbers).encode())
+    seed = seed_of(*numbers)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)

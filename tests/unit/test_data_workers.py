@@ -86,6 +86,25 @@ class OnHost(Numbered):
         return torch.full((), float(os.getpid()), device="cpu")
 
 
+def test_workers_draw_numbers_of_their_own_on_each_rank_and_after_each_cell() -> None:
+    class DrawsLater(Numbered):  # after it was looked at, or in few samples
+        def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+            return torch.rand((), dtype=torch.float64), index, os.getpid()
+
+    drawn: list[float] = []
+    for rank in range(2):
+        stream = stream_of(DrawsLater(), rank, 2)
+        stream.load_with(Settings(num_workers=1))
+        try:
+            for _ in range(2):
+                take(stream)
+                drawn += take(stream)[0]
+                cells.one_more()
+        finally:
+            stream.close()
+    assert len(set(drawn)) == len(drawn)
+
+
 def test_workers_begin_where_a_cell_has_made_a_gpu_torchs_default_device(make: Make) -> None:
     stream = make(OnHost(), num_workers=1)
     torch.set_default_device("meta")

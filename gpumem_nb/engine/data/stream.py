@@ -15,6 +15,7 @@ from ...shared.settings import Settings
 from ...shared.units import DEFAULT_SEED
 from ...shared.workload import DataInfo
 from .. import cells
+from ..random_state import seed_of
 from .fetching import Fetcher, Task
 from .handed import Collate, Handed
 from .orders import Order, Shuffled
@@ -207,7 +208,9 @@ class ShardedStream(Stream):
         if not (loading.num_workers or loading.pin_memory) or self._done != (batch_size, count):
             return
         if self._workers is None:
-            self._workers, self._begun_with = Workers(self._fetcher(), loading, self.handed_on), wanted
+            # Numbers that were not seen to be drawn follow from it, and must not come again.
+            seed = seed_of(self.seed, self.rank, self.position)
+            self._workers, self._begun_with = Workers(self._fetcher(), loading, self.handed_on, seed), wanted
         at = (self.position, batch_size, count)
         if self._workers.at != at:
             self._workers.go_to(at, self._coming(*at))

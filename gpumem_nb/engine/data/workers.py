@@ -43,7 +43,7 @@ class Workers:
         at: the step whose first micro-batch comes next; ``None`` in the middle of one.
     """
 
-    def __init__(self, fetcher: Fetcher, loading: Settings, handed_on: Mapping[str, Any]) -> None:
+    def __init__(self, fetcher: Fetcher, loading: Settings, handed_on: Mapping[str, Any], seed: int) -> None:
         self.at: At | None = None
         self._coming = _Coming()
         self._processes: set[multiprocessing.process.BaseProcess] = set()
@@ -67,7 +67,7 @@ class Workers:
             sampler=self._coming,
             collate_fn=_as_it_is,
             pin_memory=loading.pin_memory,
-            generator=torch.Generator().manual_seed(fetcher.seed or 0),  # workers' seeds: not drawn from the model's
+            generator=torch.Generator().manual_seed(seed),  # workers' seeds: not drawn from the model's
             **options,
         )
 
