@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from gpumem_nb.engine.data.handed import as_dataset, handed_over
 from gpumem_nb.engine.data.iterables import stream_of
+from gpumem_nb.engine.data.sameness import agree, look_at
 from gpumem_nb.engine.data.stream import Stream
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
@@ -141,6 +151,16 @@ def test_items_that_are_batches_already_are_handed_over_one_by_one() -> None:
     stream = stream_of(DataLoader(batches, batch_size=None), 0, 1)  # type: ignore[arg-type]
     found = [batch["y"].tolist() for batch in stream.micro_batches(3, 2)]
     assert found == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_batch_sampler_in_place_of_a_sampler_asks_the_dataset_for_whole_micro_batches() -> None:
+    rows = Subset(TensorDataset(Y), range(1, 5))  # which has __getitems__
+    loader = DataLoader(rows, sampler=BatchSampler(SequentialSampler(rows), 2, False), batch_size=None)
+    stream = stream_of(loader, 0, 1)
+    agree(stream, look_at(stream))
+    assert stream.info.batch_size == 2
+    found = [batch.tolist() for (batch,) in stream.micro_batches(2, 2)]
+    assert found == [batch.tolist() for (batch,) in loader] == [[1, 2], [3, 4]]
 
 
 def test_samples_in_a_list_are_no_batches() -> None:

@@ -198,8 +198,11 @@ def check_repeatable(data: Any) -> None:
 
 
 def samples_at(dataset: Any, indices: list[Any]) -> list[Any]:
-    """Return the samples with these indices, together where the dataset can do that."""
-    if hasattr(dataset, "__getitems__"):
+    """Return the samples with these indices, together where the dataset can do that.
+
+    An index that is a list is one of a micro-batch that the dataset brings, which torch asks for by itself.
+    """
+    if hasattr(dataset, "__getitems__") and not any(isinstance(index, list) for index in indices):
         return list(dataset.__getitems__(indices))
     return [dataset[index] for index in indices]
 
