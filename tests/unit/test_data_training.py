@@ -51,11 +51,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(here(), "size", 1)
     trainers: list[Trainer] = []
 
-    def trainer(data: Any) -> Trainer:
-        prepared = building.prepare(lambda: Workload("small", dropping, lambda: data, loss))
+    def trainer(data: Any, loss: Any = loss, eval_data: Any = None) -> Trainer:
+        held_out = None if eval_data is None else lambda: eval_data
+        prepared = building.prepare(lambda: Workload("small", dropping, lambda: data, loss, eval_data=held_out))
         assert prepared is not None
-        workload, stream, _ = prepared
-        built = building.build(workload, stream, opened(), time.time())
+        built = building.build(*prepared[:2], opened(), time.time(), prepared[2])
         assert built is not None
         trainers.append(built)
         return built
@@ -86,6 +86,25 @@ def test_losses_do_not_depend_on_workers_flips_trials_or_undone_steps(make: Any)
         trainer.record()
     found += losses(trained(trainer, plain, 6, 4))
     assert found == expected
+
+
+def first_alone(samples: list[Tensor]) -> Tensor:
+    return samples[0]
+
+
+@pytest.mark.parametrize("how", [{"batch_size": None}, {"batch_size": 1, "collate_fn": first_alone}])
+def test_a_loss_that_changes_its_micro_batch_in_place_leaves_the_data_alone(make: Any, how: dict[str, Any]) -> None:
+    def scaling(model: nn.Module, batch: Tensor) -> Tensor:
+        return loss(model, batch.div_(255))
+
+    kept = [torch.rand(how["batch_size"] or 2, 4) for _ in range(6)]
+    data: DataLoader[Tensor] = DataLoader(kept, **how)  # type: ignore[arg-type]
+    before = [batch.clone() for batch in kept]
+    trainer = make(data, scaling, data if how["batch_size"] else None)
+    settings = compatibility.adapted(Settings(), trainer.info())
+    trained(trainer, settings, 1, 3, evaluate=how["batch_size"] is not None)
+    assert tried(trainer, settings) is None
+    assert all(map(torch.equal, kept, before))
 
 
 def test_what_a_loader_says_becomes_the_first_settings(make: Any) -> None:

@@ -270,7 +270,7 @@ def test_what_a_loader_says_of_its_workers_is_handed_on(make: Make) -> None:
         info = get_worker_info()
         assert info is not None
         assert info.dataset is data
-        info.dataset.begun = 100 + worker  # type: ignore[attr-defined]
+        info.dataset.begun = 100 + worker
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 

@@ -131,8 +131,8 @@ def to_device(batch: Any, device: torch.device, copy: bool = False) -> Any:
     Args:
         batch: what a data set or a loader gave.
         device: where its tensors go.
-        copy: copy a tensor even if it is on the device already: a virtual GPU does not count memory that another
-            process has shared, and a real one would hold a copy too.
+        copy: copy a tensor even if it is on the device already: a real GPU would hold a copy of what the dataset or
+            another process holds, and a virtual one does not count what another process has shared.
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True, copy=copy)

@@ -220,6 +220,11 @@ def takes_nothing_out(collate: Collate) -> bool:
     return collate is default_collate or collate is _only
 
 
+def may_give_stored(collate: Collate) -> bool:
+    """Return whether a micro-batch may hold the dataset's own tensors: torch's own collate function copies them."""
+    return collate is not default_collate
+
+
 def _copied(sample: Any) -> Any:
     try:
         return copy.deepcopy(sample)

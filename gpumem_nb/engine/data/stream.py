@@ -17,7 +17,7 @@ from ...shared.workload import DataInfo
 from .. import cells
 from ..random_state import seed_of
 from .fetching import Fetcher, Task
-from .handed import Collate, Handed
+from .handed import Collate, Handed, may_give_stored
 from .orders import Order, Shuffled
 from .sizes import Longest
 from .workers import Workers
@@ -44,7 +44,8 @@ class Stream:
         draws: whether samples or their collation draw random numbers. Those of each sample begin from seed and place
             then, so that they depend neither on who fetches it nor on what was fetched before.
         varies: whether samples are of different sizes after they were collated too, as far as was seen.
-        foreign: whether its batches lie in memory that the virtual GPU does not count.
+        foreign: whether its batches may lie in memory that is not the device's alone: the dataset's, which a GPU would
+            leave as it is, or a worker's, which the virtual GPU does not count.
         repeats_longest: whether micro-batches are made of the largest sample at the moment.
     """
 
@@ -220,7 +221,7 @@ class ShardedStream(Stream):
         at = (self.position, batch_size, count)
         at_hand = self._workers is not None and self._workers.at == at and not self._by_itself
         by_workers = self._workers if at_hand else None
-        self.foreign = by_workers is not None and self._settings.num_workers > 0
+        self.foreign = may_give_stored(self.collate) or (by_workers is not None and self._settings.num_workers > 0)
         fetcher = self._fetcher()
         for index in range(count):
             if by_workers:

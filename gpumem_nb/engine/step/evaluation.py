@@ -20,6 +20,7 @@ from ...shared.errors import WorkloadError
 from ...shared.messages import Failure
 from ...shared.workload import Workload
 from ..data.fetching import to_device
+from ..data.handed import may_give_stored
 from ..data.held_out import HeldOut, batches_once
 from ..link.communicator import Separated, here
 from ..link.signals import interruptible
@@ -157,11 +158,12 @@ class Evaluator:
         samples, parts, metric = 0, list[Any](), self._workload.metric
         data = self.held_out
         share = batches_once(data.dataset, data.collate, self._rank, self._size, settings.batch_size)
+        stored = may_give_stored(data.collate)
         with torch.no_grad():
             each_alone(self._live.loss)  # one that divides by the tokens of a step still has those of the last one
             for batch, count in share:
                 with autocast(settings.precision, device.type):
-                    batch = to_device(batch, device)
+                    batch = to_device(batch, device, copy=stored)
                     found = self._numbers(batch)
                     parts += [metric.part(self._live.model, batch)] if isinstance(metric, WholeMetric) else []
                 if samples and found.keys() != sums.keys():
