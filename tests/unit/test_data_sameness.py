@@ -46,6 +46,8 @@ def test_lengths_orders_and_samples_are_compared(monkeypatch: pytest.MonkeyPatch
         ([{"a": 1.5, "b": "x"}], [{"a": 1.5, "b": "y"}]),
         ([(torch.ones(2, dtype=torch.bfloat16), 1)], [(torch.zeros(2, dtype=torch.bfloat16), 1)]),
         ([b"abc"], [b"abd"]),
+        ([torch.ones(1).expand(3)], [torch.zeros(1).expand(3)]),
+        ([torch.tensor([1 + 2j]).conj()], [torch.tensor([1 + 2j])]),
     ],
 )
 def test_samples_of_any_kind_are_told_apart(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +55,18 @@ def test_samples_of_any_kind_are_told_apart(pair: tuple[Any, Any], monkeypatch: 
     compared(monkeypatch, several[0], several[0])
     with pytest.raises(WorkloadError, match="hold different data"):
         compared(monkeypatch, *several)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_samples_are_told_apart(layout: torch.layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(value: float) -> list[Tensor]:
+        parts = [torch.full((length,), value) for length in (2, 3)]
+        return [torch.nested.nested_tensor(parts, layout=layout) for _ in range(2)]
+
+    assert not any(stream.notes for stream in compared(monkeypatch, samples(1.0), samples(1.0)))
+    with pytest.raises(WorkloadError, match="hold different data"):
+        compared(monkeypatch, samples(1.0), samples(2.0))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...shared.errors import WorkloadError, text_of
+from ..copies import quick_checksum
 from ..link.communicator import here
 from ..random_state import RandomState, begin_at, set_aside
 from . import orders
@@ -199,10 +200,10 @@ def _take_batch_size(stream: Stream, items: list[Any]) -> None:
 def _digest(value: Any, begun: int = 0) -> int:
     """Return a checksum of what a sample holds; things of unknown kinds count by their class."""
     if isinstance(value, Tensor):
-        if value.layout is torch.strided and value.device.type == "cpu":
-            value = value.detach().reshape(-1).view(torch.uint8).numpy() if value.numel() else np.empty(0)
-        else:
-            return zlib.crc32(f"{value.shape}".encode(), begun)
+        if value.is_nested:
+            return _digest(list(value.unbind()), begun)
+        on_host = value.layout is torch.strided and value.device.type == "cpu"
+        return zlib.crc32(f"{quick_checksum(value) if on_host else value.shape}".encode(), begun)
     if isinstance(value, np.ndarray):
         head = zlib.crc32(f"{value.dtype}{value.shape}".encode(), begun)
         return head if value.dtype.hasobject else zlib.crc32(np.ascontiguousarray(value).tobytes(), head)
