@@ -226,9 +226,10 @@ def test_a_cache_that_fills_is_no_leak(module: Any, keys: int) -> None:
     assert watched(step, lambda number: 4000 * len(module.cache), steps=600) == []
 
 
-def test_a_dataset_that_remembers_its_samples_is_no_leak(module: Any) -> None:
+@pytest.mark.parametrize("places", [{}, [None] * (STEPS + 1)])
+def test_a_dataset_that_remembers_its_samples_is_no_leak(places: Any, module: Any) -> None:
     module.rows = Thing()
-    module.rows.samples = {}
+    module.rows.samples = places.copy()
 
     def step(number: int) -> None:
         module.rows.samples[number] = torch.ones(1000)

@@ -171,7 +171,8 @@ def holder_on(way: Way, index: int) -> Holder:
         kind = "traceback"
         text += f", whose exceptions keep the variables of {local.f_code.co_qualname}() in their tracebacks"
     elif not kind:
-        kind = "dict" if isinstance(last, dict) else "container" if count else "variable"
+        places = isinstance(last, list) and any(item is None for item in last)  # filled by number, as a dict is by key
+        kind = "dict" if isinstance(last, dict) or places else "container" if count else "variable"
     bounded = any(isinstance(thing, deque) and thing.maxlen is not None for thing in way.objects)
     return Holder(kind, name, text, bounded)
 
