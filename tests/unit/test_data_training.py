@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_a_loss_that_changes_its_micro_batch_in_place_leaves_the_data_alone(make
     trained(trainer, settings, 1, 3, evaluate=how["batch_size"] is not None)
     assert tried(trainer, settings) is None
     assert all(map(torch.equal, kept, before))
+
+
+def test_a_micro_batch_that_was_copied_is_let_go_before_it_is_trained(make: Any) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    left: list[int] = []
+
+    def noted(samples: list[Tensor]) -> Tensor:
+        batch = torch.stack(samples)
+        made.append(weakref.ref(batch))
+        return batch
+
+    def counting(model: nn.Module, batch: Tensor) -> Tensor:
+        left.append(sum(one() is not None for one in made))
+        return loss(model, batch)
+
+    trainer = make(DataLoader(Augmented(), batch_size=2, collate_fn=noted), counting)
+    trained(trainer, Settings(batch_size=2, accumulation_steps=2), 1, 2)
+    assert left == [0] * 4
 
 
 def test_what_a_loader_says_becomes_the_first_settings(make: Any) -> None:

@@ -88,13 +88,14 @@ class IterableStream(Stream):
         for start in range(0, places * count, places):
             self._read_ahead(start + places)
             items = [self._kept[index].item for index in range(start, start + places)]
-            if not self.draws:
-                yield collated(collate, items)
-                continue
-            with set_aside():
-                begin_at(self.seed, self.position + start * self.size + self.rank, "batch")
-                batch = collated(collate, items)
-            yield batch
+            yield self._collated(collate, items, self.position + start * self.size + self.rank)
+
+    def _collated(self, collate: Collate, items: list[Any], place: int) -> Any:
+        if not self.draws:
+            return collated(collate, items)
+        with set_aside():
+            begin_at(self.seed, place, "batch")
+            return collated(collate, items)
 
     def advance(self, batch_size: int, count: int) -> None:
         """The step was done: go on behind it."""

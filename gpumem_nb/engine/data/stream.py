@@ -20,7 +20,7 @@ from .fetching import Fetcher, Task
 from .handed import Collate, Handed, may_give_stored
 from .orders import Order, Shuffled
 from .sizes import Longest
-from .workers import Workers
+from .workers import At, Workers
 
 _LOADING = ("num_workers", "pin_memory", "prefetch_factor", "on_bad_sample")  # the knobs of shared/knobs/loading.py
 
@@ -222,18 +222,20 @@ class ShardedStream(Stream):
         at_hand = self._workers is not None and self._workers.at == at and not self._by_itself
         by_workers = self._workers if at_hand else None
         self.foreign = may_give_stored(self.collate) or (by_workers is not None and self._settings.num_workers > 0)
-        fetcher = self._fetcher()
         for index in range(count):
-            if by_workers:
-                last = index == count - 1
-                batch, bad = by_workers.next((self._behind(*at), batch_size, count) if last else None)
-            elif self.repeats_longest and (longest := self.longest()) and longest.index is not None:
-                task = self._task(*at, index)
-                batch, bad = fetcher.batch(Task(task.place, [longest.index] * len(task.indices)))
-            else:
-                batch, bad = fetcher.batch(self._task(*at, index))
-            self._skipped.update(dict.fromkeys(bad))
-            yield batch
+            yield self._micro_batch(at, index, by_workers)  # held here no longer
+
+    def _micro_batch(self, at: At, index: int, by_workers: Workers | None) -> Any:
+        if by_workers:
+            last = index == at[-1] - 1
+            batch, bad = by_workers.next((self._behind(*at), *at[1:]) if last else None)
+        else:
+            task = self._task(*at, index)
+            if self.repeats_longest and (longest := self.longest()) and longest.index is not None:
+                task = Task(task.place, [longest.index] * len(task.indices))
+            batch, bad = self._fetcher().batch(task)
+        self._skipped.update(dict.fromkeys(bad))
+        return batch
 
     def advance(self, batch_size: int, count: int) -> None:
         """The step was done: go on behind it."""

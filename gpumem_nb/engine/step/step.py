@@ -248,7 +248,9 @@ class Stepper:
         total = torch.zeros((), dtype=torch.float32, device=device)
         self._begin(DATA)
         with self._live.checkpointed(), updates_refused(), interruptible():
-            for index, batch in enumerate(self._items.batches()):
+            batches = iter(self._items.batches())
+            for index in range(settings.accumulation_steps):
+                batch = next(batches)  # no loop over them, which would hold what was copied
                 self.enter(COPY)
                 batch = to_device(batch, device, copy=self._stream.foreign)
                 if Recorder.current:
