@@ -13,7 +13,6 @@ from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -27,6 +26,7 @@ from ..shared.errors import StateFileError, WorkloadError
 from ..shared.units import format_bytes
 from ..shared.workload import Workload
 from .link.communicator import here
+from .packing import TooLarge, at_most
 from .step.evaluation import WholeMetric
 from .step.optimizers import beside_state, with_inner
 from .step.own_loss import OwnLoss
@@ -314,7 +314,7 @@ def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:
             if isinstance(value, Optimizer)
         }
         stream = io.BytesIO()
-        torch.save((objects, beside), stream, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        torch.save((objects, beside), stream, pickle_module=at_most(space), pickle_protocol=pickle.HIGHEST_PROTOCOL)
         path.unlink(missing_ok=True)  # what was attached before
         written = stream.getbuffer()
         if not snapshot_folder.make_room(path.parent, len(written), space):
@@ -327,6 +327,8 @@ def save_objects(objects: dict[str, Any], path: Path, space: int) -> str:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
+        if isinstance(error, TooLarge):
+            return f"they take more than the {format_bytes(space)} for snapshots"
         return f"{type(error).__name__}: {error}"
     return ""
 

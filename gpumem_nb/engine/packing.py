@@ -1,8 +1,9 @@
-"""A rank's answer, packed for a process that has no GPU and may lack the rank's modules."""
+"""Objects, pickled: a rank's answer for a process that has no GPU and may lack the rank's modules, and what is kept."""
 
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from cloudpickle import Pickler
 from torch import Tensor, nn
 
 from ..internals.fake_internals import in_fake_mode
+from ..internals.torch_internals import address
+from ..memory.tensors import storage_of
 from ..shared.answers import Answer, Apart
 
 _AS_THEY_LIE = ("cpu", "meta")
@@ -40,6 +43,45 @@ def emptied(value: Any) -> bytes:
     with io.BytesIO() as file:
         _Emptied(file).dump(value)
         return file.getvalue()
+
+
+class TooLarge(Exception):
+    """What is pickled takes more than it may."""
+
+
+def at_most(space: int) -> Any:
+    """Return a module for ``torch.save`` to pickle with, which raises :class:`TooLarge` beyond so many bytes.
+
+    It does so before it has copied them: what a dataset holds may be most of the memory that there is.
+    """
+    left, seen = space, set[int]()
+
+    def take(size: int) -> None:
+        nonlocal left
+        left -= size
+        if left < 0:
+            raise TooLarge
+
+    class Counted:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def write(self, data: Any) -> Any:
+            take(memoryview(data).nbytes)
+            return self._file.write(data)
+
+    class Limited(Pickler):  # type: ignore[misc]
+        def __init__(self, file: Any, protocol: int | None = None) -> None:
+            super().__init__(Counted(file), protocol)
+
+        def reducer_override(self, obj: Any) -> Any:
+            storage = storage_of(obj) if isinstance(obj, Tensor) else None
+            if storage is not None and address(storage) not in seen:  # which torch writes behind the pickle
+                seen.add(address(storage))
+                take(storage.nbytes())
+            return super().reducer_override(obj)
+
+    return SimpleNamespace(__name__=__name__, Pickler=Limited)
 
 
 def describe(value: Any) -> str:

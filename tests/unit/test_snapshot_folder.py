@@ -6,9 +6,13 @@ import os
 import shutil
 import threading
 import time
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from gpumem_nb.engine.attach import save_objects
 from gpumem_nb.shared import snapshot_folder
@@ -201,6 +205,19 @@ def test_the_sessions_own_snapshot_comes_first_and_those_of_living_sessions_neve
     assert of_all_sessions(own) == [Snapshot(ended, own=False, over=True)]
     ended.unlink()
     assert of_all_sessions(own) == []
+
+
+@pytest.mark.parametrize("kind", [np.zeros, torch.zeros])
+def test_attached_objects_larger_than_the_room_for_snapshots_are_not_copied(own: Path, kind: Any) -> None:
+    held = kind(2**20)
+    tracemalloc.start()
+    try:
+        why = save_objects({"x": held}, own / "attached.pickle", 2**20)
+        assert why == "they take more than the 1.0 MiB for snapshots"
+        assert tracemalloc.get_traced_memory()[1] < held.nbytes / 2
+    finally:
+        tracemalloc.stop()
+    assert list(own.iterdir()) == []
 
 
 def test_attached_objects_make_room_among_snapshots(own: Path) -> None:
