@@ -72,10 +72,11 @@ def _predictions(model: nn.Module, data: Dataset[Any], batch_size: int) -> Itera
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside, the model's own mode restored after."""
-    was_training = model.training
+    """Dropout off inside, the mode of each module restored after."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
