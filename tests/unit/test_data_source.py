@@ -54,6 +54,8 @@ def test_columns_of_different_lengths_are_refused() -> None:
         handed_over({"x": X, "y": Y[:5]})
     with pytest.raises(WorkloadError, match="does not hold tensors or arrays alone, under its keys 'x', 'size'"):
         handed_over({"x": X, "size": 3})
+    with pytest.raises(WorkloadError, match=r"\(tuple\) does not hold tensors or arrays alone\. Give tensors"):
+        handed_over((X, Y.tolist()))
 
 
 @pytest.mark.parametrize("data", [3, len])

@@ -141,12 +141,14 @@ def _map_style(data: Any) -> Any:
     """Return the dataset, or one whose samples are the rows of tensors and arrays."""
     named = isinstance(data, Mapping) and all(isinstance(key, str) for key in data)
     columns = tuple(data.values()) if named else data if type(data) is tuple else ()
-    if columns and all(isinstance(column, Tensor | np.ndarray) and column.ndim for column in columns):
+    fit = [isinstance(column, Tensor | np.ndarray) and column.ndim > 0 for column in columns]
+    if columns and all(fit):
         data = Columns(data)
-    elif named:
+    elif named or any(fit):
+        keys = f", under its keys {', '.join(map(repr, data))}" if named else ""
         raise WorkloadError(
-            f"The data ({type(data).__name__}) does not hold tensors or arrays alone, under its keys "
-            f"{', '.join(map(repr, data))}. Give tensors or arrays of equal length, or a list of samples."
+            f"The data ({type(data).__name__}) does not hold tensors or arrays alone{keys}. Give tensors or arrays of "
+            "equal length, or a list of samples."
         )
     if len(data) < 1:
         raise WorkloadError("The dataset is empty. Give it at least one sample for each rank.")
