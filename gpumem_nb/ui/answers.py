@@ -12,6 +12,7 @@ from ..shared.answers import Progress
 from .controls import NOTHING_LOADED
 from .doctor_view import DoctorView
 from .knob_tip import KnobTip
+from .ladder_view import LadderView
 from .search_view import SearchView
 from .tune_view import FitsView, TuneView
 from .widgets import Ask, box, button
@@ -72,6 +73,7 @@ class Answers:
             ("Doctor", "stethoscope", "what is wrong, and how to fix it"): DoctorView,
             ("Tune", "bolt", "the fastest settings that fit"): TuneView,
             ("What fits", "th", "the largest micro-batch under each precision and checkpointing"): FitsView,
+            ("Ladder", "sort-amount-desc", "which changes free memory, one on top of the other"): LadderView,
             ("Export", "file-code-o", "a plain script to take home"): ExportView,
         }
         self._views: list[SearchView] = [view(session, search, ask, self._close) for view in buttons.values()]

@@ -91,6 +91,15 @@ def test_a_search_can_be_stopped_and_a_cell_of_the_map_is_applied(lab: Lab, chro
         largest = int(cell.inner_text().split("\n")[0].rstrip("*"))
         cell.click()
         panel.notebook.until(f"(s.settings.batch_size, s.settings.checkpointing) == ({largest}, 'blocks')")
+        panel.ask("Ladder")
+        expect(panel.said.last).to_contain_text(re.compile("rung 2|Ladder: "))  # by then the first is known
+        if (stop := page.locator(".gpumem-said:visible").last.get_by_role("button", name="Stop")).is_visible():
+            stop.click()
+        rung = page.locator(".gpumem-ladder").get_by_role("button", name=re.compile("^1: "))
+        rung.wait_for()
+        knob, value = rung.inner_text().removeprefix("1: ").split()[0].split("=")
+        rung.click()
+        panel.notebook.until(f"str(s.settings.{knob}) == '{value}'")
     finally:
         panel.notebook.evaluate("s.stop()")
         panel.notebook.close()

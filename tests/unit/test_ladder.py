@@ -16,6 +16,7 @@ from gpumem_nb.shared.errors import InvalidInput, NotThisTime, WorkloadError
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits, WorkloadInfo
 from gpumem_nb.ui.figures import ladder_figure
+from gpumem_nb.ui.ladder_view import ladder_view
 from tests.runs import history_of
 from tests.unit.test_doctor import prediction
 
@@ -105,6 +106,18 @@ def test_it_says_what_each_rung_adds_and_what_to_type() -> None:
     figure = ladder_figure(found)
     assert list(figure.data[0].text) == ["0", "1", "2 ≠", "3 ≠"]
     assert "limit" in [one.text for one in figure.layout.annotations]
+
+
+def test_the_panel_has_a_button_for_each_rung() -> None:
+    changed: list[Any] = []
+    view = ladder_view(ladder(ABOVE, needs(BLOCKS, 300), changed=changed), lambda action: action())
+    buttons = [one for one in view.children[0].children if hasattr(one, "click")]
+    assert [one.description for one in buttons] == ["0: as it is", "1: checkpointing=blocks"]
+    for one in reversed(buttons):
+        one.click()
+    assert changed == [{"checkpointing": "blocks"}, {"checkpointing": "none"}]
+    said = [one.value for one in view.children[0].children if type(one).__name__ == "Label"]
+    assert said[3:] == ["mathematics", "400.0 MiB", "100", "keeps", "300.0 MiB", "100", "keeps"]
 
 
 class Ranks:

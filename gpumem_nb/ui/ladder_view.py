@@ -1,0 +1,64 @@
+"""The panel's memory ladder: a button for each rung, with what it needs, how fast it is, and what it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+
+from ..planning.ladder import Ladder
+from ..report.tables import notes_html
+from ..shared.answers import Progress
+from ..shared.units import format_bytes, format_rate
+from .search_view import SearchView
+from .widgets import Ask, box
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+_HEADINGS = ("rung: adds", "reserved", "samples/s", "mathematics")
+
+
+def ladder_view(found: Ladder, ask: Ask) -> Any:
+    """Return a widget with a button for each rung, the present settings first; a press takes it and all above it.
+
+    ``ask`` has something done; if it is refused, the panel says so.
+    """
+    children: list[Any] = list(map(_label, _HEADINGS))
+    for row, one in zip(found.records, (found.now, *found.rungs), strict=True):
+        button = ipywidgets.Button(description=f"{row['rung']}: {row['adds']}")
+        button.tooltip = f"train with rung {row['rung']} and all above it: {one.verdict}"
+        button.on_click(lambda _, rung=row["rung"]: ask(partial(found.apply, rung)))
+        said = (one.in_words(one.reserved_peak_bytes), format_rate(one.samples_per_s), row["mathematics"])
+        children += [button, *map(_label, said)]
+    grid = box(children, "gpumem-fits-map")
+    grid.add_class("gpumem-ladder")
+    grid.layout.grid_template_columns = "minmax(9em, 2fr) repeat(3, minmax(4em, 1fr))"
+    notes = ipywidgets.HTML(notes_html(found.sentences))
+    notes.add_class("gpumem-notes")
+    return ipywidgets.VBox([grid, notes])
+
+
+def _label(text: str) -> Any:
+    return ipywidgets.Label(text)
+
+
+class LadderView(SearchView):
+    """Asks the session for the memory ladder."""
+
+    def __init__(self, session: Session, search: Ask, ask: Ask, close: Callable[[], object]) -> None:
+        self._same = ipywidgets.Checkbox(description="keep the mathematics", indent=False)
+        self._same.tooltip = "leave out what trains another way, such as bf16"
+        tip = "which changes free memory, one on top of the other"
+        look = ("Look again", "sort-amount-desc", tip, self._climb)
+        super().__init__(session, "Ladder", [self._same], [look], search, ask, close)
+
+    def _climb(self, progress: Progress) -> str:
+        found = self._session.ladder(same_mathematics=self._same.value, progress=progress)
+        self.show([ladder_view(found, self.ask)])
+        if not found.rungs:
+            return "Ladder: no change of a knob frees memory."
+        least = found.rungs[-1]
+        return f"Ladder: {len(found.rungs)} rungs, down to {format_bytes(least.reserved_peak_bytes)} reserved."
