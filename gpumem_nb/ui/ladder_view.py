@@ -35,7 +35,7 @@ def ladder_view(found: Ladder, ask: Ask) -> Any:
         children += [button, *map(_label, said)]
     grid = box(children, "gpumem-fits-map")
     grid.add_class("gpumem-ladder")
-    grid.layout.grid_template_columns = "minmax(9em, 2fr) repeat(3, minmax(4em, 1fr))"
+    grid.layout.grid_template_columns = "minmax(9em, 2fr) repeat(2, minmax(4em, 1fr)) max-content"
     notes = ipywidgets.HTML(notes_html(found.sentences))
     notes.add_class("gpumem-notes")
     return ipywidgets.VBox([grid, notes])
