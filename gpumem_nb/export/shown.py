@@ -27,6 +27,7 @@ _MAKERS |= {"lineplot", "barplot", "histplot"}
 """What gives figures and their parts, and never data."""
 _PARTS = ast.Expr | ast.Assign | ast.AnnAssign | ast.For | ast.With | ast.If | ast.Pass
 _LOOPS = ast.For | ast.comprehension
+_HELD_IN = ast.In | ast.NotIn
 
 
 def only_shown(parts: Sequence[Sequence[Statement]]) -> frozenset[int]:
@@ -90,6 +91,8 @@ def _reads(call: ast.Call, plots: Collection[str], methods: Collection[str]) -> 
 
 def _read_one_by_one(parts: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[ast.expr]:
     yield from (part.iter for part in parts if isinstance(part, _LOOPS))
+    for part in (one for one in parts if isinstance(one, ast.Compare)):
+        yield from (one for sign, one in zip(part.ops, part.comparators, strict=True) if isinstance(sign, _HELD_IN))
     for part in parts:
         if (
             isinstance(part, ast.Assign)

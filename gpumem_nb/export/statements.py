@@ -37,6 +37,7 @@ _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _DEFINITIONS = _FUNCTIONS | ast.ClassDef
 _SURE = _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Assign
 _ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
+_USING_UP = ast.Starred | ast.comprehension | ast.In | ast.NotIn  # what reads an iterator leaves less of it
 _OBJECTS = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.GeneratorExp
 _MAKERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "SimpleNamespace"}
 _MAKERS |= {"count", "cycle", "iter", "default_rng", "RandomState", "Random", "Generator", "manual_seed"}
@@ -323,5 +324,5 @@ def _only_looks(node: ast.stmt) -> bool:
         return True
     if not isinstance(node, ast.Expr):
         return False
-    inner = [one for one in ast.walk(node) if isinstance(one, _ACTS | ast.Starred)]
+    inner = [one for one in ast.walk(node) if isinstance(one, _ACTS | _USING_UP)]
     return all(isinstance(one, ast.Call) and isinstance(one.func, ast.Name) and one.func.id in LOOKS for one in inner)

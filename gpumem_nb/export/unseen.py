@@ -32,7 +32,8 @@ def unseen_changes(cells: Sequence[ast.Module], reading: Collection[str]) -> fro
     unseen |= {
         one.name for one in _functions(nodes) if _is_unseen(one.name) or any(map(_is_attribute, one.decorator_list))
     }
-    return frozenset(_changing(nodes) & unseen) | frozenset(filter(_is_unseen, _set_later(nodes)))
+    filled = {"__missing__"} if any("defaultdict" in _names_of(one) for one in nodes) else set()  # by what reads it
+    return frozenset(_changing(nodes) & unseen | filled) | frozenset(filter(_is_unseen, _set_later(nodes)))
 
 
 def harmless(cells: Sequence[ast.Module]) -> frozenset[str]:
@@ -66,6 +67,11 @@ def may_call(node: ast.AST, methods: Collection[str]) -> bool:
     unpacks = any(isinstance(one, ast.Tuple | ast.List) and isinstance(one.ctx, ast.Store) for one in parts)
     items = unpacks or called & _ITERATING or any(isinstance(one, _ITEMS_READ) for one in parts)
     return any(_is_unseen(name) and (items or name not in _ITEMS) for name in methods)
+
+
+def _names_of(node: ast.AST) -> tuple[str, str]:
+    """Return what is named here, and what is imported."""
+    return last(node), node.name if isinstance(node, ast.alias) else ""
 
 
 def _is_unseen(name: str) -> bool:

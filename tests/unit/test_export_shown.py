@@ -100,3 +100,27 @@ def test_methods_that_change_nothing_do_not_keep_what_uses_them(cell: str) -> No
     )
     made = (NET + methods, "net = Net(rows)")
     assert sliced(*made, cell) == sliced(*made)
+
+
+@pytest.mark.parametrize(
+    ("made", "look"),
+    [
+        ("from collections import defaultdict\nids = defaultdict(lambda: len(ids))", "print(ids['the'])"),
+        ("import collections\nids = collections.defaultdict(list)", "ids['the']"),
+        ("from collections import defaultdict as filled\nids = filled(list)", "for one in range(3): print(ids[one])"),
+        ("ids = iter([3, 4, 5])", "print([one for one in ids])"),
+        ("ids = iter([3, 4, 5])", "[one for one in ids][:2]"),
+        ("ids = iter([3, 4, 5])", "print(4 in ids)"),
+        ("ids = iter([3, 4, 5])", "if 4 not in ids: print(4)"),
+    ],
+)
+def test_a_look_that_uses_up_or_fills_what_it_reads_is_kept(made: str, look: str) -> None:
+    names: dict[str, list[int]] = {}
+    cells = [made, look, "net = list(ids)"]
+    exec("\n".join(cells), names)
+    found = selected([*map(Cell, cells)], ("net",), 0, forgotten=False)
+    again: dict[str, list[int]] = {}
+    exec(found.definitions, again)
+    assert again["net"] == names["net"]
+    plain = "ids = {'the': 3}"
+    assert "print" not in selected([*map(Cell, (plain, "print(ids['the'])", cells[2]))], ("net",), 0, False).definitions
