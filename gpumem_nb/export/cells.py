@@ -147,6 +147,7 @@ class Relations:
     Attributes:
         bound: all names that parts define.
         imported: names that are never anything but imported modules, parts of them, and constants.
+        meant: what names were imported for.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -166,12 +167,12 @@ class Relations:
         offered = {name for one in statements if _names_ranks(one) for name in one.binds} & OFFERED - changing_otherwise
         self._fixed = self.imported | self._defined | ((OFFERED | BUILTIN | NOTEBOOK) - self.bound) | offered
         self._let_go_of_holders([one for one in statements if one.defines])
-        self._meant = {name: what for one in statements if one.imports for name, what in imported_in(one.text)}
+        self.meant = {name: what for one in statements if one.imports for name, what in imported_in(one.text)}
         inside = {
             name: what for one in statements if one.late or one.defines for name, what in imported_inside(one.text)
         }
-        self._meant = inside | self._meant
-        self._package = {name: what.partition(".")[0] for name, what in self._meant.items()}
+        self.meant = inside | self.meant
+        self._package = {name: what.partition(".")[0] for name, what in self.meant.items()}
         used = {name for one in statements for name in one.reads | one.late | one.binds_late}
         used |= {name for one in statements if not one.imports for name in one.binds}
         self._silent = {name for name, package in self._package.items() if self._is_others(package)} - used
@@ -261,7 +262,7 @@ class Relations:
         found = []
         for one in self._parts[place].statements:
             called = [] if one.defines else [one, *self._called_by(one).statements]
-            if any(makes_files(node, self._meant) for it in called for node in _not_classes(it)):
+            if any(makes_files(node, self.meant) for it in called for node in _not_classes(it)):
                 found.append(one.text)
         return found
 

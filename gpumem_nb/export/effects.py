@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from .names import dotted, last
 
@@ -18,8 +18,10 @@ _LOOKING_INTO = {"getattr", "vars", "type", "iter", "reversed", "enumerate", "zi
 """Functions that give parts of what they are given."""
 IMPORTING = frozenset({"import_module", "__import__", "reload"})
 """Functions that give modules."""
-_GENERATORS = {"default_rng", "RandomState"}
+_GENERATORS = {"default_rng", "RandomState", "SeedSequence", "PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"}
 _SEEDING = {"random.Random", "random.seed", "np.random.seed", "numpy.random.seed", "torch.seed", "torch.random.seed"}
+_SEEDS = re.compile(r"(.*_)?seeds?(_.*)?|Random", re.IGNORECASE)  # what gives or is a seed is called so
+_ANOTHER_EACH_TIME = re.compile(r"(time|datetime|uuid|secrets)\.|os\.(urandom|getpid)")
 _REACHING = {"exec", "eval", "globals", "locals", "__builtins__"}
 _REACHING_INSIDE = {
     "__globals__",
@@ -195,18 +197,34 @@ def parts_in(value: ast.AST) -> Iterator[str]:
             yield from parts_in(child)
 
 
-def unseeded(code: str) -> bool:
-    """Return whether some code makes a random generator without a seed."""
-    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
-    return any(_is_unseeded(call) for call in calls)
+def unseeded(code: str, meant: Mapping[str, str]) -> bool:
+    """Return whether some code makes a random generator without a seed, or a seed of what is another each time.
+
+    ``meant`` says what names were imported for.
+    """
+    parts = [*ast.walk(ast.parse(code))]
+    seeds = (
+        one for one in parts if isinstance(one, ast.Assign) and any(_SEEDS.fullmatch(last(t)) for t in one.targets)
+    )
+    return any(_is_unseeded(one, meant) for one in parts if isinstance(one, ast.Call)) or any(
+        _is_another_each_time(one.value, meant) for one in seeds
+    )
 
 
-def _is_unseeded(call: ast.Call) -> bool:
-    seeds = [
-        one for one in [*call.args, *(word.value for word in call.keywords)] if getattr(one, "value", 0) is not None
-    ]
-    name = dotted(call.func, {})
-    return last(call.func) == "SystemRandom" or (not seeds and (last(call.func) in _GENERATORS or name in _SEEDING))
+def _is_unseeded(call: ast.Call, meant: Mapping[str, str]) -> bool:
+    given = [*call.args, *(word.value for word in call.keywords)]
+    name = dotted(call.func, meant)
+    end = name.rpartition(".")[2]
+    if (end in _GENERATORS or _SEEDS.fullmatch(end)) and any(_is_another_each_time(one, meant) for one in given):
+        return True
+    of_object = name.endswith(".seed") and not given  # as of ``torch.Generator().seed()``
+    seeds = [one for one in given if getattr(one, "value", 0) is not None]
+    return end == "SystemRandom" or of_object or (not seeds and (end in _GENERATORS or name in _SEEDING))
+
+
+def _is_another_each_time(value: ast.AST, meant: Mapping[str, str]) -> bool:
+    calls = (one for one in ast.walk(value) if isinstance(one, ast.Call))
+    return any(_ANOTHER_EACH_TIME.match(dotted(one.func, meant)) for one in calls)
 
 
 def reaches(node: ast.AST) -> bool:

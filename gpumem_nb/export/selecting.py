@@ -169,7 +169,7 @@ class _Selection:
             packages = {what.partition(".")[0] for _, what in imported_in(one.text)}
             if one.waits:
                 raise not_for_a_script(one.text, "a script cannot wait outside of functions")
-            if unseeded(one.text):
+            if unseeded(one.text, self.relations.meant):
                 raise not_for_a_script(one.text, "its random numbers are others each time: give them a seed")
             if "gpumem_nb" in packages:
                 raise not_for_a_script(one.text, "a script does without gpumem_nb")

@@ -91,8 +91,8 @@ def _reads(call: ast.Call, plots: Collection[str], methods: Collection[str]) -> 
 
 def _read_one_by_one(parts: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[ast.expr]:
     yield from (part.iter for part in parts if isinstance(part, _LOOPS))
-    for part in (one for one in parts if isinstance(one, ast.Compare)):
-        yield from (one for sign, one in zip(part.ops, part.comparators, strict=True) if isinstance(sign, _HELD_IN))
+    for one in (part for part in parts if isinstance(part, ast.Compare)):
+        yield from (read for sign, read in zip(one.ops, one.comparators, strict=True) if isinstance(sign, _HELD_IN))
     for part in parts:
         if (
             isinstance(part, ast.Assign)

@@ -87,6 +87,42 @@ def test_what_a_script_cannot_do_is_refused_where_it_is_needed() -> None:
     assert "await" in sliced("async def f():\n    await f()\nnet = [f]")
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import random as r\nr.seed()",
+        "from random import seed, Random as R\nnumbers = R()",
+        "from torch import seed as begin\nbegin()",
+        "import numpy.random as npr\nnpr.seed()",
+        "import numpy as np\nnumbers = np.random.Generator(np.random.PCG64())",
+        "import torch\nnumbers = torch.Generator()\nnumbers.seed()",
+        "import time, torch\ntorch.manual_seed(int(time.time()))",
+        "from time import time_ns as now\nimport numpy\nnumpy.random.seed(now() % 2**32)",
+        "import os, random\nrandom.seed(os.urandom(4))",
+        "import time\nseed = int(time.time())",
+        "import uuid\nSEED = uuid.uuid4().int % 1000",
+        "from transformers import set_seed\nfrom datetime import datetime\nset_seed(datetime.now().microsecond)",
+    ],
+)
+def test_numbers_that_are_others_each_time_are_refused_whatever_they_are_called(code: str) -> None:
+    with pytest.raises(WorkloadError, match="its random numbers are others each time: give them a seed"):
+        sliced(f"{code}\nnet = [1]")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import time\nbegan = time.time()",
+        "import uuid\nrun_name = f'run-{uuid.uuid4()}'",
+        "import random as r, torch\nr.seed(3)\ntorch.Generator().manual_seed(4)",
+        "import numpy as np\nnumbers = np.random.Generator(np.random.PCG64(3))",
+        "def seed(): return 3\nseed = seed()",
+    ],
+)
+def test_numbers_that_are_the_same_each_time_are_not_refused(code: str) -> None:
+    assert sliced(f"{code}\nnet = [1]") == f"{code}\nnet = [1]"
+
+
 def test_what_some_ranks_did_by_such_a_cell_is_not_undone_by_doing_it_again() -> None:
     change = "exec('net.append(1)')"
     with pytest.raises(WorkloadError, match="cannot be told"):
