@@ -23,14 +23,24 @@ SHELLS = {"%%bash", "%%sh", "%%!", "%%system", "%%sx"}
 _IDLE_COMMANDS = {"ls", "cat", "head", "tail", "wc", "du", "df", "pwd", "cd", "echo", "which", "date", "hostname"}
 _IDLE_COMMANDS |= {"whoami", "env", "uname", "free", "lscpu", "nproc", "nvidia-smi", "ps", "top", "grep", "find"}
 _IDLE_COMMANDS |= {"tree", "file", "set", "export", "pip", "pip3", "conda", "mamba", "uv", "apt", "apt-get", "sleep"}
+_BUFFERS = {"BytesIO", "StringIO"}
 _NOT_KEPT = re.compile(r"[\d&]?>\s*/dev/null|\d?>&\d|#.*")  # output that goes nowhere, and comments
 _WRITTEN = re.compile(r"[rbt]*[wax+][bt+]*([:|].*)?")  # modes of open()
 
 
-def saves(node: ast.stmt) -> bool:
-    """Return whether a statement writes a file of what is there, or does so in a block that does nothing else."""
+def saves(node: ast.stmt, more: frozenset[str]) -> bool:
+    """Return whether a statement writes a file of what is there, or does so in a block that does nothing else.
+
+    ``more`` has the names of buffers in memory, too: what is written there is there for what comes after it.
+    """
     parts = [*_parts(node)]
-    return any(map(_is_saving, parts)) and all(_is_saving(part) or _is_beside(part) for part in parts)
+    given = {getattr(one, "id", "") for call in ast.walk(node) if isinstance(call, ast.Call) for one in _given(call)}
+    alone = any(map(_is_saving, parts)) and all(_is_saving(part) or _is_beside(part) for part in parts)
+    return alone and given.isdisjoint(more)
+
+
+def _given(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(word.value for word in call.keywords)]
 
 
 def only_saves(node: ast.AST, more: frozenset[str], harmless: frozenset[str]) -> bool:
@@ -43,17 +53,29 @@ def only_saves(node: ast.AST, more: frozenset[str], harmless: frozenset[str]) ->
 def doing_more(cells: Iterable[ast.AST], meant: Mapping[str, str], harmless: frozenset[str]) -> frozenset[str]:
     """Return the names of functions of cells that seem to make files by their names, and may change something.
 
+    And those of buffers in memory, which are written to like files.
+
     Args:
         cells: all of them.
         meant: what names were imported for.
         harmless: the names of functions of cells that change nothing.
     """
-    functions = [node for cell in cells for node in ast.walk(cell) if isinstance(node, ast.FunctionDef)]
+    nodes = [node for cell in cells for node in ast.walk(cell)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     named = [one for one in functions if _makes_by_name(one.name)]
-    found = frozenset[str]()
+    found = frozenset(name for node in nodes for name in _made_otherwise(node))
     while more := {one.name for one in named if _changes(one) or acts_beside(one, meant, found, harmless)} - found:
         found |= more
     return found
+
+
+def _made_otherwise(node: ast.AST) -> Iterator[str]:
+    """Yield names of buffers in memory, and of what may do anything and is called as if it made files."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "optional_vars", None)]
+    value = getattr(node, "value", getattr(node, "context_expr", None))
+    buffer = isinstance(value, ast.Call) and last(value.func) in _BUFFERS
+    names = (one.id for one in targets if isinstance(one, ast.Name))
+    yield from (name for name in names if buffer or (isinstance(node, ast.Assign) and _makes_by_name(name)))
 
 
 def _changes(function: ast.FunctionDef) -> bool:
@@ -114,7 +136,7 @@ def _makes_by_name(name: str) -> bool:
 
 def acts_beside(node: ast.stmt, meant: Mapping[str, str], more: frozenset[str], harmless: frozenset[str]) -> bool:
     """Return whether code that makes files calls what is the user's own and may change something."""
-    others = {*_made_in(node)} | meant.keys() | set(dir(builtins)) | {"get_ipython"}
+    others = {*_made_in(node)} | meant.keys() | set(dir(builtins)) - {"super"} | {"get_ipython"}
     for call in (one for one in ast.walk(node) if isinstance(one, ast.Call)):
         begins, name = dotted(call.func, {}).partition(".")[0].removesuffix("()"), last(call.func)
         plain = begins in others and not name.endswith("_")

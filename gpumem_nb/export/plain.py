@@ -64,12 +64,12 @@ def plain_cell(source: str, meant: Mapping[str, str], more: frozenset[str], harm
     source = without_timing(source)
     tree = ast.parse(source)
     removed = [*_removed(tree.body, meant, more, harmless)]
-    told = [node for node in removed if may_act(node) or saves(node) or makes_files(node, meant)]
+    told = [node for node in removed if may_act(node) or saves(node, more) or makes_files(node, meant)]
     texts = [ast.get_source_segment(source, node) or "" for node in told]
     odd = [
         node
         for node in _statements(tree.body)
-        if (saves(node) and not only_saves(node, more, harmless))
+        if (saves(node, more) and not only_saves(node, more, harmless))
         or (only_makes_files(node, meant) and acts_beside(node, meant, frozenset(), harmless))
     ]
     text = _without(source, removed, tree.body)
@@ -117,7 +117,7 @@ def _removed(
     for node in _statements(body):
         if (node.lineno, node.col_offset) < end:
             continue  # inside of one that is removed
-        saving = saves(node) and only_saves(node, more, harmless)
+        saving = saves(node, more) and only_saves(node, more, harmless)
         making = only_makes_files(node, meant) and not acts_beside(node, meant, more, harmless)
         idle = is_line_of_ipython(node) or _opens_window(node, meant)
         if idle or saving or making:

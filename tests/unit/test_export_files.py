@@ -151,3 +151,34 @@ def test_what_only_counts_may_be_written_to_a_file() -> None:
 def test_functions_of_cells_save_nothing_in_a_script_whatever_they_call_it(imports: str, call: str) -> None:
     cell = Cell(f"{imports}\nnet = [1]\ndef grow():\n    net.append(2)\n    {call}(net, 'best.pt')\ngrow()")
     assert selected([cell], ["net"], 0, forgotten=False).saves
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ("import io, json", "held = io.StringIO()", "json.dump([1, 2], held)", "net = held.getvalue()"),
+        ("import pickle\nfrom io import BytesIO\nheld = BytesIO()\npickle.dump(3, file=held)", "net = held.tell()"),
+        ("import io, pickle\nwith io.BytesIO() as held:\n    pickle.dump(3, held)\n    net = held.tell()",),
+        ("import io, torch\nheld = io.BytesIO()", "torch.save([3], held)", "held.seek(0)\nnet = torch.load(held)"),
+    ],
+)
+def test_what_is_written_to_memory_is_no_file(cells: tuple[str, ...]) -> None:
+    code = selected([*map(Cell, cells)], ["net"], 0, forgotten=False).definitions
+    there: dict[str, object] = {}
+    again: dict[str, object] = {}
+    exec("\n".join(cells), there)
+    exec(code, again)
+    assert again["net"] == there["net"]
+
+
+@pytest.mark.parametrize(
+    ("made", "call"),
+    [
+        ("held = []\ndump = held.append", "dump(3)"),
+        ("held = []\nsave = lambda one: held.append(one)", "save(3)"),
+        ("class Held(list):\n    def save(self): super().append(3)\nheld = Held()", "held.save()"),
+    ],
+)
+def test_what_is_called_as_if_it_wrote_files_and_does_something_else_is_not_left_out(made: str, call: str) -> None:
+    with pytest.raises(WorkloadError, match="calls something that may change"):
+        selected([Cell(made), Cell(call), Cell("net = held")], ["net"], 0, forgotten=False)

@@ -363,6 +363,12 @@ def test_cells_open_no_windows_and_save_nothing_while_they_run() -> None:
     assert backend < lines.index("display = print  # IPython's shows more than a terminal can") < first
     off = next(place for place, line in enumerate(lines) if line.startswith("torch.save = lambda"))
     assert off < first < last < lines.index("torch.save = torch.serialization.save")
+    names: dict[str, object] = {"io": io, "torch": SimpleNamespace(serialization=torch.serialization)}
+    exec(f"{lines[off]}\ntorch.save([3], 'best.pt')\nheld = io.BytesIO()\ntorch.save(obj=[3], f=held)", names)
+    held = names["held"]
+    assert isinstance(held, io.BytesIO)
+    assert held.tell() > 0
+    assert not Path("best.pt").exists()
     plain = written(Settings(), replace(OWN, kind="cells"))
     assert "torch.save =" not in plain and "MPLBACKEND" not in plain and "display" not in plain  # noqa: PT018
 

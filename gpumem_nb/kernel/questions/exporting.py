@@ -211,7 +211,7 @@ def _of_statements(source: Source) -> list[str]:
         f"`{in_short(text)}`: a script makes no files of yours again (what it reads must be there), and has no lines "
         "of IPython's"
         for text in source.left_out
-    ] + ["torch.save in functions of your cells: it writes nothing while the cells run"] * source.saves
+    ] + ["torch.save in functions of your cells: it writes no files while the cells run"] * source.saves
 
 
 def _of_places(order: Order) -> list[str]:
