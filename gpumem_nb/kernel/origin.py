@@ -113,14 +113,14 @@ class CellRecord:
     def loaded(self, attached: Mapping[str, str | None] | None = None) -> None:
         """Something is trained now: these variables by their roles, or what no cell has made.
 
-        Cells after this find it under the names that the ranks offer.
+        Cells after this, and functions that are called from now on, find it under the names that the ranks offer.
         """
-        self._loaded = self._ever
         for role in ("model", "optimizer"):
             self._add(Cell(offered=((role, (attached or {}).get(role) or ""),)))
+        self._loaded = self._ever
 
     def before_load(self) -> list[Cell]:
-        """Those that are kept and had run on these processes when something was loaded or attached last.
+        """Those that are kept and had run on these processes when something was loaded or attached last, and its names.
 
         Where the ranks were started again since, those that had run on the processes of that time.
         """

@@ -84,10 +84,10 @@ def test_a_record_forgets_the_oldest_and_keeps_where_their_numbers_began() -> No
         record.ran(f"a = {number}", everywhere=True, finished=True, drew=False)
     record.called(everywhere=True, drew=True)
     record.loaded()
-    assert record.before_load()[-1] == Cell(drew=True, opaque=True)
+    assert record.before_load()[-3] == Cell(drew=True, opaque=True)  # and the names that are offered since
     record.ran("later = 1", everywhere=True, finished=True, drew=False)
     assert (len(record.since_load()), record.seed) == (1, 5)
-    assert len(record.before_load()) == MOST_CELLS - 3  # and the names that are offered since
+    assert len(record.before_load()) == MOST_CELLS - 1
     assert record.forgotten
     with pytest.raises(WorkloadError, match="too long ago"):
         selected(record.before_load(), ["net"], record.seed, record.forgotten)
@@ -115,6 +115,22 @@ def test_cells_that_use_the_names_that_ranks_offer_are_kept() -> None:
     record.loaded({"model": "net"})
     with pytest.raises(WorkloadError, match=r"needs model, which was what the ranks offer.*no cell made"):
         of(record)
+
+
+def test_a_function_finds_under_the_names_that_ranks_offer_what_was_attached_last() -> None:
+    record = CellRecord()
+    ran(record, "net = ['first']", "def loss(): return model")
+    record.loaded({"model": "net", "optimizer": None})
+    assert of(record, "loss") == "net = ['first']\n\ndef loss(): return model\n\nmodel = net"
+    ran(record, "net = ['second']")
+    record.loaded({"model": "net", "optimizer": None})
+    names: dict[str, Any] = {}
+    exec(of(record, "loss"), names)
+    assert names["loss"]() == ["second"]
+    ran(record, "def loss(): return optimizer.param_groups")
+    record.loaded({"model": "net", "optimizer": None})
+    with pytest.raises(WorkloadError, match=r"needs optimizer, which was what the ranks offer.*no cell made"):
+        of(record, "loss")
 
 
 def test_a_name_that_somebody_holds_is_not_one_that_ranks_offer() -> None:
