@@ -196,8 +196,9 @@ class JsonLines:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _check(path)
-            self._before = _last_run(path)
+            self._before, cut_short = _end_of(path)
             self._file = path.open("a", encoding="utf-8")
+            self._file.write("\n" * cut_short)
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"{path} cannot be written: {error}. Give another file, such as run.jsonl.") from None
         self.new_run(1)
@@ -269,17 +270,18 @@ def _check(path: Path) -> None:
         raise InvalidInput(f"{path} holds something else than a log. Give another file, such as run.jsonl.")
 
 
-def _last_run(path: Path) -> int:
-    """Return the number of the run that a log ends with; 0 where there is none. Its last line may be cut short."""
+def _end_of(path: Path) -> tuple[int, bool]:
+    """Return the number of the run that a log ends with, 0 where there is none; and whether its last line was cut."""
     if not path.is_file():
-        return 0
+        return 0, False
     with path.open("rb") as file:
         file.seek(max(0, os.path.getsize(path) - 2 * _LONGEST_LINE))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
+        end = file.read()
+    cut_short = not end.endswith(b"\n") and bool(end)
+    for line in reversed(end.splitlines()):
         with suppress(ValueError, KeyError, TypeError):
-            return int(json.loads(line)["run"])
-    return 0
+            return int(json.loads(line)["run"]), cut_short
+    return 0, cut_short
 
 
 _LONGEST_LINE = 2**16  # bytes, and more than any has

@@ -278,14 +278,17 @@ def test_a_log_goes_on_in_its_file(tmp_path: Path) -> None:
     assert [line["run"] for line in lines(tmp_path / "log.jsonl", "step")] == [1] * 4 + [2] * 4
 
 
-def test_a_log_whose_end_was_cut_short_has_no_number_of_a_run_twice(tmp_path: Path) -> None:
+def test_a_log_whose_end_was_cut_short_has_no_number_of_a_run_twice_and_loses_no_other_line(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"type": "event", "run": 2}\n{"type": "ev')
     session = Measured()
     session.load("w")
     session.log(tmp_path / "log.jsonl")
     session.train(1, 2)
     session.logs.stop()
-    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["run"] == 3
+    first, cut, *later = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert (first, cut) == ('{"type": "event", "run": 2}', '{"type": "ev')
+    assert {json.loads(line)["run"] for line in later} == {3}
+    assert "settings" in [json.loads(line)["type"] for line in later]
 
 
 def test_trackio_keeps_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
