@@ -172,6 +172,11 @@ def _optimizer(facts: Facts, settings: Settings, ddp: bool) -> Iterator[str]:
             f"The optimizer keeps {facts.optimizer_keeps[0]} beside its groups and state, which "
             "hvd.DistributedOptimizer does not take over. Export with --ddp (ddp=True), or keep it in the groups."
         )
+    if facts.groups > 1 and not facts.own_rate and settings.optimizer == OWN and _sets_rate(settings, facts.own_rate):
+        yield (
+            "The optimizer's first group has a learning rate of 0, so a script cannot tell how the others relate to "
+            "the one that knobs set. Put another group first, and attach again."
+        )
     if facts.tensor_rate and settings.optimizer == OWN and _sets_rate(settings, facts.own_rate):
         yield (
             "The optimizer's learning rate is a tensor, which knobs fill and a script would replace by a number. Make "

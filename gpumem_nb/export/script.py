@@ -70,7 +70,8 @@ class Values:
         scaled = settings.lr_scaling != "none"
         rated = warmup or ends or scaled
         several = own_optimizer and (facts.groups > 1 or facts.tensor_rate)
-        sets_rate = not scheduler and (not several or rated or settings.learning_rate != order.own_rate)
+        rests = facts.own_scheduler and not scheduler  # which may have begun at 0
+        sets_rate = not scheduler and (not several or rated or rests or settings.learning_rate != order.own_rate)
         dropout = bool(source.options.get("dropout"))
         own = self._own
         yield from {

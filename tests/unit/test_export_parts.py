@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+import textwrap
 from collections import UserDict
 from collections.abc import MutableMapping
 from types import SimpleNamespace
@@ -77,6 +78,28 @@ def test_weights_that_a_script_freezes_and_what_evaluations_change_are_told() ->
     frozen, changed = refusals.of_model(dataclasses.replace(FACTS, absent=absent, eval_changes="calls"))
     assert "experts.1.weight and 1 more" in frozen
     assert changed.startswith("calls: evaluating changes it")
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_groups_whose_own_scheduler_begins_at_0_get_the_rates_that_knobs_ask_for(schedule: str) -> None:
+    settings = Settings(optimizer="own", learning_rate=0.1, lr_schedule=schedule, schedule_steps=9)
+    lines = written(settings, OWN, groups=2, own_scheduler=True).splitlines()
+    known = next(place for place, line in enumerate(lines) if line.startswith("    rates = ["))
+    scaled = next(place for place, line in enumerate(lines) if "for group, rate in zip(" in line)
+    code = "\n".join(
+        textwrap.dedent("\n".join(part)) for part in (lines[known : known + 3], lines[scaled : scaled + 2])
+    )
+    groups = [{"lr": 0.0, "initial_lr": 0.1}, {"lr": 0.0, "initial_lr": 0.3}]
+    names = {"optimizer": SimpleNamespace(param_groups=groups), "args": SimpleNamespace(learning_rate=0.1), "done": 0}
+    exec(code, {**names, "rate_of_step": lambda args, done: args.learning_rate})
+    assert [one["lr"] for one in groups] == pytest.approx([0.1, 0.3])
+
+
+def test_proportions_of_a_first_group_without_a_rate_are_refused() -> None:
+    facts = dataclasses.replace(FACTS, stepped=True, order="in turn", groups=2, own_rate=0.0, rate=0.1, asked_rate=0.1)
+    with pytest.raises(WorkloadError, match="first group has a learning rate of 0"):
+        refusals.check(Settings(optimizer="own", learning_rate=0.1), facts, own=True, ddp=True)
+    refusals.check(Settings(optimizer="own", learning_rate=0.0), facts, own=True, ddp=True)
 
 
 @pytest.mark.parametrize(
