@@ -56,6 +56,7 @@ def _facts(trainer: Trainer) -> Facts:
         iterable=stream.info.iterable,
         batched=stream.info.batched,
         draws=stream.draws,
+        unsteady=stream.unsteady,
         loader=stream.info.num_workers is not None,
         handed_on=tuple(stream.handed_on) if isinstance(stream, ShardedStream) else (),
         columns=("tuple" if stream.dataset.names is None else "dict") if isinstance(stream.dataset, Columns) else "",

@@ -60,6 +60,12 @@ def of_model(facts: Facts) -> Iterator[str]:
             f"training of {facts.absent[0]}{more}, which had a gradient in no step so far: the script freezes what "
             "none reaches. If later steps do, train until then and export again"
         )
+    if facts.unsteady:
+        yield (
+            "samples that are others each time they are read (a generator or a counter of the data's own): a session "
+            "has read more of them than the script does, which trains on others. Let them follow from random numbers "
+            "of torch, NumPy or Python"
+        )
     if facts.eval_changes:
         yield (
             f"{facts.eval_changes}: evaluating changes it, which a session puts back and the script does not. Let "

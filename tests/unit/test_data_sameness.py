@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -115,6 +116,10 @@ def test_samples_that_draw_random_numbers_are_known_and_leave_them_alone(monkeyp
 
     loader = DataLoader(rows(1, 2), collate_fn=masking)
     assert all(stream.draws for stream in compared(monkeypatch, loader, loader))
+    assert not any(stream.unsteady for stream in compared(monkeypatch, loader, loader))
+    numbers = np.random.default_rng(3)
+    own = DataLoader(rows(1, 2), collate_fn=lambda samples: torch.tensor(numbers.random(len(samples))))
+    assert all(stream.unsteady for stream in compared(monkeypatch, own, own))
 
 
 def test_samples_that_change_by_themselves_are_not_compared_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

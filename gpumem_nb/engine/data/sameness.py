@@ -66,10 +66,10 @@ def look_at(stream: Stream) -> Look:
     with set_aside():
         samples, digest, draws = _fetched(stream.dataset, indices)
         _, again, _ = _fetched(stream.dataset, indices)
-        draws = draws or _collating_draws(stream.collate, samples)
+        collating_draws, alike = _collated_twice(stream.collate, samples)
         varies = _collated_vary(stream.collate, samples)
     _take_batch_size(stream, samples)
-    return Look(length, order, digest, digest == again, draws, varies)
+    return Look(length, order, digest, digest == again and alike, draws or collating_draws, varies)
 
 
 def digest_of(held_out: HeldOut | None) -> int:
@@ -113,6 +113,7 @@ def agree(stream: Stream, look: Look) -> None:
         raise WorkloadError(f"The ranks hold different data: {what}. {_DEFINE_ALIKE}")
     if not steady:
         stream.notes = (*stream.notes, _UNSTEADY_PASS if stream.length is None else _UNSTEADY)
+    stream.unsteady = not steady
     stream.draws = any(other.draws for other in seen)
     stream.varies = any(other.varies for other in seen)
 
@@ -127,7 +128,7 @@ def _look_at_items(stream: IterableStream) -> Look:
         items = stream.first_items(_LOOKED_AT)
         if not items:
             raise WorkloadError("The data gave nothing when it was iterated over. Give it at least one sample.")
-        draws = _collating_draws(stream.collate, items[:1] if stream.info.batched else items)
+        draws, _ = _collated_twice(stream.collate, items[:1] if stream.info.batched else items)
         varies = _collated_vary(stream.collate, items) if not stream.info.batched else _vary(items)
         digest, again = _digest(items), _digest(stream.first_items(_LOOKED_AT))
     _take_batch_size(stream, items)
@@ -157,13 +158,18 @@ def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:
     return samples, digest, draws
 
 
-def _collating_draws(collate: Collate, samples: list[Any]) -> bool:
-    before = RandomState.take()
-    try:
-        collated_copies(collate, samples)
-    except Exception:  # a step will say it
-        return False
-    return before.moved()
+def _collated_twice(collate: Collate, samples: list[Any]) -> tuple[bool, bool]:
+    """Return whether collating draws random numbers, and whether it gives the same again with equal ones."""
+    draws, digests = False, set[int]()
+    for _ in range(2):
+        begin_at("look", "batch")
+        before = RandomState.take()
+        try:
+            digests.add(_digest(collated_copies(collate, samples)))
+        except Exception:  # a step will say it
+            return False, True
+        draws = draws or before.moved()
+    return draws, len(digests) == 1
 
 
 def _vary(items: list[Any]) -> bool:

@@ -43,6 +43,7 @@ class Stream:
         notes: what is to be said of it once.
         draws: whether samples or their collation draw random numbers. Those of each sample begin from seed and place
             then, so that they depend neither on who fetches it nor on what was fetched before.
+        unsteady: whether samples or their collation give something else each time, with equal random numbers too.
         varies: whether samples are of different sizes after they were collated too, as far as was seen.
         foreign: whether its batches may lie in memory that is not the device's alone: the dataset's, which a GPU would
             leave as it is, or a worker's, which the virtual GPU does not count.
@@ -58,7 +59,7 @@ class Stream:
         self.size = size
         self.seed = seed
         self.position = self.passes = self.pass_began = 0
-        self.draws = self.varies = self.foreign = self.repeats_longest = False
+        self.draws = self.unsteady = self.varies = self.foreign = self.repeats_longest = False
         self.info = DataInfo()
         self.notes: tuple[str, ...] = ()
         self._settings = Settings()
