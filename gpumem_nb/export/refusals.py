@@ -62,9 +62,9 @@ def of_model(facts: Facts) -> Iterator[str]:
         )
     if facts.unsteady:
         yield (
-            "samples that are others each time they are read (a generator or a counter of the data's own): a session "
-            "has read more of them than the script does, which trains on others. Let them follow from random numbers "
-            "of torch, NumPy or Python"
+            "samples that follow from when they were read (a generator or a counter of the data's own, or a cache of "
+            "what was drawn): a session has read more of them than the script does, which trains on others. Let them "
+            "follow from random numbers of torch, NumPy or Python, each time anew"
         )
     if facts.eval_changes:
         yield (

@@ -175,7 +175,7 @@ class Facts:
         order: of the samples: ``shuffled``, ``in turn``, or what decides it, in words.
         iterable, batched: whether the data can be iterated only, and brings micro-batches of its own.
         draws: whether samples or their collation draw random numbers.
-        unsteady: whether they give something else each time, with equal random numbers too.
+        unsteady: whether they follow from when they were read, with equal random numbers too.
         loader: whether the data was handed over in a ``DataLoader``, with ``handed_on`` its options for workers.
         columns: ``tuple`` or ``dict`` of tensors, else empty.
         batch: what a micro-batch is: ``pair``, ``mapping`` or ``other``.

@@ -103,6 +103,14 @@ class Noise(Dataset[Tensor]):
         return torch.rand(2)
 
 
+class Cached(Noise):
+    def __init__(self) -> None:
+        self.drawn: dict[int, Tensor] = {}
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.drawn[index] if index in self.drawn else self.drawn.setdefault(index, torch.rand(2))
+
+
 def test_samples_that_draw_random_numbers_are_known_and_leave_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     expected = torch.rand(1)
@@ -117,6 +125,8 @@ def test_samples_that_draw_random_numbers_are_known_and_leave_them_alone(monkeyp
     loader = DataLoader(rows(1, 2), collate_fn=masking)
     assert all(stream.draws for stream in compared(monkeypatch, loader, loader))
     assert not any(stream.unsteady for stream in compared(monkeypatch, loader, loader))
+    assert not any(stream.unsteady for stream in compared(monkeypatch, Noise(), Noise()))
+    assert all(stream.unsteady and not stream.notes for stream in compared(monkeypatch, Cached(), Cached()))
     numbers = np.random.default_rng(3)
     own = DataLoader(rows(1, 2), collate_fn=lambda samples: torch.tensor(numbers.random(len(samples))))
     assert all(stream.unsteady for stream in compared(monkeypatch, own, own))

@@ -79,7 +79,7 @@ def test_weights_that_a_script_freezes_and_what_evaluations_change_are_told() ->
     assert "experts.1.weight and 1 more" in frozen
     assert changed.startswith("calls: evaluating changes it")
     (other,) = refusals.of_model(dataclasses.replace(FACTS, unsteady=True))
-    assert other.startswith("samples that are others each time they are read")
+    assert other.startswith("samples that follow from when they were read")
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])

@@ -45,6 +45,7 @@ class Look(NamedTuple):
     digest: int
     steady: int
     draws: int
+    keeps: int
     varies: int
 
 
@@ -65,11 +66,12 @@ def look_at(stream: Stream) -> Look:
     indices = [int(first[place]) if isinstance(first, np.ndarray) else first[place] for place in _places(length)]
     with set_aside():
         samples, digest, draws = _fetched(stream.dataset, indices)
-        _, again, _ = _fetched(stream.dataset, indices)
+        _, again, draws_again = _fetched(stream.dataset, indices)
         collating_draws, alike = _collated_twice(stream.collate, samples)
         varies = _collated_vary(stream.collate, samples)
     _take_batch_size(stream, samples)
-    return Look(length, order, digest, digest == again and alike, draws or collating_draws, varies)
+    keeps = draws and not draws_again  # what it drew when a sample was first read
+    return Look(length, order, digest, digest == again and alike, draws or collating_draws, keeps, varies)
 
 
 def digest_of(held_out: HeldOut | None) -> int:
@@ -113,7 +115,7 @@ def agree(stream: Stream, look: Look) -> None:
         raise WorkloadError(f"The ranks hold different data: {what}. {_DEFINE_ALIKE}")
     if not steady:
         stream.notes = (*stream.notes, _UNSTEADY_PASS if stream.length is None else _UNSTEADY)
-    stream.unsteady = not steady
+    stream.unsteady = not steady or any(other.keeps for other in seen)
     stream.draws = any(other.draws for other in seen)
     stream.varies = any(other.varies for other in seen)
 
@@ -132,7 +134,7 @@ def _look_at_items(stream: IterableStream) -> Look:
         varies = _collated_vary(stream.collate, items) if not stream.info.batched else _vary(items)
         digest, again = _digest(items), _digest(stream.first_items(_LOOKED_AT))
     _take_batch_size(stream, items)
-    return Look(0, 0, digest, digest == again, draws, varies)
+    return Look(0, 0, digest, digest == again, draws, False, varies)
 
 
 def _fetched(dataset: Any, indices: list[Any]) -> tuple[list[Any], int, bool]:

@@ -43,7 +43,8 @@ class Stream:
         notes: what is to be said of it once.
         draws: whether samples or their collation draw random numbers. Those of each sample begin from seed and place
             then, so that they depend neither on who fetches it nor on what was fetched before.
-        unsteady: whether samples or their collation give something else each time, with equal random numbers too.
+        unsteady: whether samples follow from when they were read: they or their collation give something else each
+            time, with equal random numbers too, or keep what they drew the first time.
         varies: whether samples are of different sizes after they were collated too, as far as was seen.
         foreign: whether its batches may lie in memory that is not the device's alone: the dataset's, which a GPU would
             leave as it is, or a worker's, which the virtual GPU does not count.
