@@ -22,6 +22,7 @@ import platformdirs
 import psutil
 
 from .processes import Identity, identify, marked
+from .units import format_bytes
 
 FOLDER_PREFIX = "gpumem_nb-ranks-"
 TIMEOUT_S = 2.0
@@ -65,9 +66,9 @@ class Record:
 
     def __str__(self) -> str:
         kind = "virtual GPUs" if self.device == "cpu" else "GPUs"
-        limit = "" if self.memory_limit is None else f" of {_gib(self.memory_limit)} each"
+        limit = "" if self.memory_limit is None else f" of {format_bytes(self.memory_limit)} each"
         ranks = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
-        held = f"they hold {_gib(self.host_memory())} of this machine's memory"
+        held = f"they hold {format_bytes(self.host_memory())} of this machine's memory"
         return f"kernel {self.kernel.pid} has {ranks} ({kind}{limit}); {held}"
 
 
@@ -178,10 +179,6 @@ def _own_memory(who: Identity) -> int:
         if who.runs:
             return int(psutil.Process(who.pid).memory_full_info().uss)
     return 0
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.3g} GiB"
 
 
 def _ours(folder: Path) -> bool:

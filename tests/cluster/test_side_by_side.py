@@ -81,7 +81,7 @@ def test_two_notebooks_train_side_by_side_and_one_survives_the_other(notebooks: 
         notebook.run(START)  # before either trains, or the second start would take several times as long
     for notebook in notebooks:
         notebook.run("session.play()")
-    limit = "2 ranks (virtual GPUs of 0.0938 GiB each); they hold"
+    limit = "2 ranks (virtual GPUs of 96.0 MiB each); they hold"
     assert f" kernel {second.pid} has {limit}" in first.run("print(session.status())")
     assert f" kernel {first.pid} has {limit}" in second.run("print(session.status())")
     (orphans,), (others,) = clusters(first), clusters(second)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -94,8 +96,10 @@ def test_a_living_kernel_s_cluster_is_named_and_left_alone(
     [other] = cluster_records.others()
     held = other.host_memory()
     assert 100_000 < held < 100_000_000, "the rank's own pages, without what it shares with others"
-    assert str(other).startswith(f"kernel {kernel.pid} has 2 ranks (virtual GPUs of 2 GiB each); they hold ")
-    assert str(other).endswith(" GiB of this machine's memory")
+    assert str(other).startswith(f"kernel {kernel.pid} has 2 ranks (virtual GPUs of 2.0 GiB each); they hold ")
+    small = dataclasses.replace(other, memory_limit=64 * 2**20)
+    assert "(virtual GPUs of 64.0 MiB each)" in str(small), "as in the lines above it in %hvd_status"
+    assert re.search(r"they hold [\d.]+ [KM]iB of this machine's memory$", str(other))
     os.rmdir(living.folders[0])
 
 
