@@ -20,7 +20,6 @@ from ..planning.tuning.space import TUNABLE
 from ..session import Session, current
 from ..shared.answers import Progress
 from ..shared.errors import GpumemError, InvalidInput, NoSession
-from ..shared.workload import Workload
 from ..ui.cells import progress_bar, say
 from .arguments import Offered, intermixed, magic, pair, shell_of
 from .waiting import asked, patient
@@ -131,8 +130,7 @@ class PlanningMagics(Magics):
             raise InvalidInput(
                 f"workload={knobs['workload']} cannot be used: the workload is named already, {named[0]}. Name one."
             )
-        own = shell_of(self).user_ns.get(named[0])
-        return predict(own if isinstance(own, Workload) else named[0], **knobs)
+        return predict(shell_of(self).user_ns.get(named[0], named[0]), **knobs)
 
     @magic()
     @argument(

@@ -117,7 +117,9 @@ def _workload(workload: str | Workload, knobs: dict[str, Any]) -> tuple[Workload
     if not isinstance(workload, str):
         raise InvalidInput(
             f"The workload must be a Workload or the name of a ready-made one; this is a {type(workload).__name__}. "
-            f"Names: {', '.join(catalog.CATALOG)}."
+            f"Names: {', '.join(catalog.CATALOG)}. For a model of your own write "
+            "w = gpumem_nb.Workload('mine', model, data, loss), with functions that return model and data and one that "
+            "returns the loss of a micro-batch, loss(model, batch), and name w."
         )
     entry = catalog.find(workload)
     given = {name: knobs.pop(name) for name in list(knobs) if name in entry.options and name not in KNOBS}

@@ -295,6 +295,10 @@ def test_the_magic_needs_no_session() -> None:
     assert isinstance(found, ColdPredictions)
     assert found.fitting == ("T4-16GB", "H100-80GB")
     assert found["T4-16GB"].categories["communication"] == 128 * MIB
+    shell.user_ns["config"] = gm.Settings()
+    own = r"this is a Settings\. .* For a model of your own write w = gpumem_nb\.Workload\("
+    with pytest.raises(UsageError, match=own):
+        PlanningMagics(shell).hvd_predict("config --gpu T4-16GB")
     with pytest.raises(UsageError, match="workload=x cannot be used: the workload is named already, text-gpt"):
         PlanningMagics(shell).hvd_predict("text-gpt workload=x")
 
