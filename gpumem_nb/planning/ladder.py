@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..report.differences import changes, typed
+from ..report.instead import LARGER
 from ..report.tables import Report, Table
 from ..shared.errors import InvalidInput
 from ..shared.knobs import CHANGES
@@ -126,6 +127,8 @@ class Ladder(Report):
     def sentences(self) -> list[str]:
         """Return how to read the table, and how to take a rung."""
         said = [self.ended] if self.ended else []
+        if not self.rungs and self.now.lower_bound and not said:
+            return [f"Not even a small step fits, whatever is changed. {LARGER}"]
         if not self.rungs:
             return [*said, f"No change of a knob frees {100 * LEAST_FREED:.0f} % of the live peak."]
         said.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -185,3 +186,21 @@ def test_an_interrupt_and_a_flip_leave_the_rungs_found() -> None:
     found = flipped.ladder()
     assert rungs(found) == ["optimizer=adafactor"]
     assert found.sentences[0] == "It ended early, because settings were changed."
+
+
+def test_where_no_single_change_makes_a_small_step_fit_the_first_rung_has_several() -> None:
+    class Small(Ranks):
+        def predict(self, changes: dict[str, Any]) -> Prediction:
+            said = super().predict(changes)
+            beyond = said.settings.batch_size > self.most
+            return dataclasses.replace(said, lower_bound=beyond, verdict=DOES_NOT_FIT if beyond else said.verdict)
+
+        most = 2
+
+    small = Small({"optimizer": 100})
+    assert rungs(small.ladder()) == ["batch_size=2 accumulation_steps=8", "optimizer=adafactor"]
+    assert len(small.asked) == len(set(small.asked)), "nothing is predicted twice"
+    small.most = 0
+    said = small.ladder()
+    assert rungs(said) == []
+    assert said.sentences == ["Not even a small step fits, whatever is changed. Use a smaller model or a larger limit."]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...planning.instead import lighter
+from ...planning.instead import Search, lighter
 from ...planning.ladder import Ladder, may_be_rung, next_rung
 from ...planning.prediction import Prediction
 from ...report.differences import typed
@@ -71,17 +71,24 @@ class Laddering(AsksRanks):
         """Return the rung below these, ``None`` where there is none; ``known`` takes in what is predicted."""
         above, workload = rungs[-1], self._training.workload
         blocks = workload.blocks if workload else 0
-        wanted = list(filter(fit_for, lighter(above.settings, above.phase, blocks, above.categories)))
-        for settings in wanted:
+
+        def needs(settings: Settings) -> Prediction | None:
             unchanged.check()
-            if settings in known:
-                continue
-            progress(f"rung {len(rungs)}: {typed(above.settings, settings)}", min(0.95, len(rungs) / _USUAL))
-            try:
-                known[settings] = self._predicting.predict(settings.changed_from(self._training.settings))
-            except NotThisTime:
-                raise
-            except (InvalidInput, WorkloadError):  # a setting under which no step goes well is no rung
-                continue
+            if settings not in known:
+                progress(f"rung {len(rungs)}: {typed(above.settings, settings)}", min(0.95, len(rungs) / _USUAL))
+                try:
+                    known[settings] = self._predicting.predict(settings.changed_from(self._training.settings))
+                except NotThisTime:
+                    raise
+                except (InvalidInput, WorkloadError):  # a setting under which no step goes well is no rung
+                    return None
+            return known[settings]
+
+        wanted = filter(fit_for, lighter(above.settings, above.phase, blocks, above.categories))
+        below = next_rung(above, list(filter(None, map(needs, wanted))))
+        if above.lower_bound and not below:  # no single change is enough: several at once
+            search = Search(above.settings, above.phase, blocks, above.categories, fit_for)
+            together = filter(None, map(needs, iter(search.next, None)))
+            below = next((one for one in together if not one.lower_bound), None)
         unchanged.check()
-        return next_rung(above, [known[settings] for settings in wanted if settings in known])
+        return below
