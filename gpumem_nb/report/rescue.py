@@ -11,6 +11,8 @@ from .advice import OF_FILLED
 from .freed import held_by_cells
 from .instead import LARGER, Fit, Instead
 
+_FURTHER = "To look further, also at other optimizers: %hvd_ladder"
+
 
 @dataclass(slots=True)
 class Rescue:
@@ -110,7 +112,8 @@ class Rescue:
             predicted = f"Predicted to fit: {'; '.join(hopeful)}. " if hopeful else ""
             return self._and_cause(f"{predicted}What would have fit is being tried out on the ranks.")
         if found:
-            return self._and_cause(found.words(self._in_force))
+            further = [] if found.unfinished or found.barely else [_FURTHER]
+            return self._and_cause(" ".join([found.words(self._in_force), *further]))
         if self.now not in (None, self.settings):
             return self._and_cause("")  # what training went back to fits
         return self._and_cause(LARGER)

@@ -235,7 +235,9 @@ def test_trials_that_end_early_do_not_say_that_nothing_fits() -> None:
     )
     while one.next():
         one.learn(OUT)
-    assert rescue.advice.endswith("Use a smaller model or a larger limit.")
+    assert rescue.advice.endswith(
+        "Use a smaller model or a larger limit. To look further, also at other optimizers: %hvd_ladder"
+    )
 
 
 def test_what_leaves_no_room_is_not_said_to_fit() -> None:
