@@ -122,8 +122,10 @@ def ready_made(source: Path) -> state_file.Header:
     return header
 
 
-def ranks_for(path: str | os.PathLike[str] | None) -> tuple[Path, int | None]:
-    """Return the file to resume from without a session, and the number of ranks: its own, or one per GPU here."""
+def ranks_for(path: str | os.PathLike[str] | None) -> tuple[Path, int | None, int | None]:
+    """Return the file to resume from without a session, the ranks it had and their limit; on GPUs one rank for each."""
     source = newest(snapshot_folder.for_session(0)) if path is None else as_path(path)
     header = ready_made(source)
-    return source, None if resources.visible_gpus() else min(header.ranks, resources.most_ranks())
+    if resources.visible_gpus():
+        return source, None, None
+    return source, min(header.ranks, resources.most_ranks()), header.virtual_limit

@@ -57,8 +57,8 @@ def start(n: int | None = None, *, progress: Progress = lambda what, done: None,
 def resume(path: str | os.PathLike[str] | None, progress: Progress) -> StateFile:
     """As :meth:`Session.resume`; where there is no session, ranks are started for it."""
     if _current is None:
-        source, ranks = state_files.ranks_for(path)
-        start(ranks, progress=progress)
+        source, ranks, limit = state_files.ranks_for(path)
+        start(ranks, memory_limit=limit, progress=progress)
         path = source
     return current().resume(path, progress)
 

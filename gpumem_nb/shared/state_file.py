@@ -121,6 +121,7 @@ class Header:
         passes, pass_began: of data that can only be iterated, the passes that were over, and the position at which the
             one under way began.
         seed: of the data's order; files without one were written when it was always 0.
+        virtual_limit: bytes that each rank could use of its virtual GPU; ``None`` on GPUs and in older files.
     """
 
     workload: str
@@ -135,6 +136,7 @@ class Header:
     passes: int = 0
     pass_began: int = 0
     seed: int = 0
+    virtual_limit: int | None = None
 
 
 class _Hashed(io.RawIOBase):

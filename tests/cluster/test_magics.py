@@ -162,6 +162,7 @@ def test_saving_resuming_and_restarting_by_magic(
     assert said
     status = run(shell, "%hvd_status")
     assert (len(status.ranks), status.steps, status.workload.name) == (2, int(said[1]), "digits-resnet")
+    assert {rank.memory_limit for rank in status.ranks} == {96 * 2**20}, "as before, not that of a plain start"
     run(shell, "%hvd_stop")
 
 

@@ -166,6 +166,7 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, ru
         dataset_len=trainer.stream.length,
         version=__version__,
         seed=trainer.stream.seed,
+        virtual_limit=device.reading().limit_bytes if device.kind == "virtual" else None,
     )
     return Captured(header, {**shared, "ranks": [torch.from_numpy(part) for part, _ in parts]})
 
