@@ -128,7 +128,8 @@ class Ladder(Report):
         """Return how to read the table, and how to take a rung."""
         said = [self.ended] if self.ended else []
         if not self.rungs and self.now.lower_bound and not said:
-            return [f"Not even a small step fits, whatever is changed. {LARGER}"]
+            none = "Not even a small step fits, under the present settings or any that were tried in their place."
+            return [f"{none} {LARGER}"]
         if not self.rungs:
             return [*said, f"No change of a knob frees {100 * LEAST_FREED:.0f} % of the live peak."]
         said.append(

@@ -203,4 +203,5 @@ def test_where_no_single_change_makes_a_small_step_fit_the_first_rung_has_severa
     small.most = 0
     said = small.ladder()
     assert rungs(said) == []
-    assert said.sentences == ["Not even a small step fits, whatever is changed. Use a smaller model or a larger limit."]
+    none = "Not even a small step fits, under the present settings or any that were tried in their place."
+    assert said.sentences == [f"{none} Use a smaller model or a larger limit."]
