@@ -76,6 +76,12 @@ def test_a_saved_state_that_names_a_retired_value_is_read_as_what_it_came_to() -
         Settings.from_saved({"unheard": 1}, Path("a.state"))
 
 
+def test_a_rate_that_a_schedule_computed_is_rounded_where_settings_are_shown_in_short() -> None:
+    settings = Settings(learning_rate=1.200000000000002e-05)
+    assert "learning_rate=1.2e-05\n" in settings.in_short
+    assert settings.learning_rate == 1.200000000000002e-05
+
+
 def test_a_difference_reads_as_typed_as_arrows_and_short() -> None:
     before, after = Settings(clip_norm=1.0), Settings(precision="bf16", batch_size=64)
     assert typed(before, after) == "precision=bf16 batch_size=64 clip_norm=none"
