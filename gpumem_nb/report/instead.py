@@ -15,7 +15,7 @@ from ..shared.units import format_bytes, format_rate
 from ..shared.workload import Splits
 from .differences import NOT_KNOWN, changes, mathematics, typed
 
-TRIALS_NAMED = 5
+TRIALS_NAMED = 4
 LARGER = "Use a smaller model or a larger limit."
 _AGAIN = "Others were not tried: ask again."
 

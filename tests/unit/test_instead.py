@@ -342,3 +342,10 @@ def test_why_several_changes_need_less_is_said_in_one_clause() -> None:
         "backward recomputes activations that forward would keep, fewer samples are in memory at once and Horovod's "
         "buffer is smaller."
     )
+
+
+def test_of_many_that_do_not_fit_few_are_named_so_that_the_card_shows_the_whole_sentence() -> None:
+    quarter, eighth = (FAILED.replace(batch_size=n, accumulation_steps=32 // n) for n in (8, 4))
+    tried = [Fit(one, None) for one in (HALF, BLOCKS, BF16, quarter, eighth)]
+    said = instead_of(FAILED, 2, tried).words(FAILED)
+    assert "checkpointing=blocks; precision=bf16; and so on down to batch_size=4 accumulation_steps=8. Use" in said
