@@ -54,7 +54,10 @@ class NoSession(GpumemError):
     """No ranks are running: they have not been started, or were stopped."""
 
     def __init__(self) -> None:
-        super().__init__("No ranks are running. Start some with %hvd_start 4 (or gpumem_nb.start(4)).")
+        super().__init__(
+            "No ranks are running. Start some with %hvd_start 4 (or gpumem_nb.start(4)), or go on from a snapshot with "
+            "%hvd_resume."
+        )
 
 
 class WorkloadError(GpumemError):

@@ -331,11 +331,13 @@ def test_far_too_much_is_tried_in_ever_smaller_micro_batches(two_ranks: Session,
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.train(2)
     session.set(on_oom="stop", batch_size=512)
+    told: list[str] = []
     try:
         with pytest.raises(TrainingFailed, match=r"Tried out on the ranks, th\w+ would have fit") as failed:
-            session.train(1)
+            session.train(1, progress=lambda what, done: told.append(what))
     finally:
         session.set(on_oom="revert")
+    assert "memory ran out: what would have fit is being tried out" in told
     advice = re.search(r"%hvd_set (.*)", str(failed.value))
     assert advice
     session.set(**dict(flip.split("=") for flip in advice[1].split()))

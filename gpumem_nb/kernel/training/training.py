@@ -235,7 +235,7 @@ class Training:
                 self._state.start_recording()
 
             def ended(began: int = self._history.steps) -> bool:
-                progress(self._state.recorded_so_far(), (self._history.steps - began) / steps)
+                progress(self._looking() or self._state.recorded_so_far(), (self._history.steps - began) / steps)
                 # After a stall some rank may be busy for long with what the others were freed from.
                 return not self.busy or (self._stalls.told and self._state.failure is not None)
 
@@ -254,6 +254,10 @@ class Training:
                 samples, notes, evaluations = self._state.end_recording()
         self._state.raise_failure()
         return Run(samples, dict(self._state.known_settings), notes, evaluations)
+
+    def _looking(self) -> str:
+        rescue = self._history.rescue
+        return "memory ran out: what would have fit is being tried out" if rescue and rescue.looking else ""
 
     def interrupt(self) -> bool:
         """Stop training and interrupt the ranks; a step under way is discarded. Says whether they stopped in time."""
