@@ -137,10 +137,18 @@ def text_of(error: BaseException) -> str:
         return type(error).__name__
 
 
+_LONG_PART = 3  # letters: shorter ones are in too many words
+
+
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """Return a sentence fragment naming the closest valid word, or all valid ones when none is close."""
+    """Return a sentence fragment naming the closest valid word, or all valid ones when none is close.
+
+    A word that has a part of another one is close, too: ``gradient_clip`` is to ``clip_norm``.
+    """
     choices = list(allowed)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    parts = {part for part in word.split("_") if len(part) >= _LONG_PART}
+    close = close or [choice for choice in choices if parts & set(choice.split("_"))]
     if close:
         return f"did you mean {close[0]!r}? Allowed: {', '.join(choices)}"
     return f"allowed: {', '.join(choices)}"

@@ -45,6 +45,7 @@ def test_every_word_that_a_knob_lists_is_accepted_and_others_are_not(name: str) 
         ({"learning_rate": True}, "number of at least 0"),
         ({"clip_norm": -1}, "above 0, such as 1.0, or none"),
         ({"lerning_rate": 1}, "did you mean 'learning_rate'"),
+        ({"gradient_clip": 1}, "did you mean 'clip_norm'"),
         ({"qqqq": 1}, "allowed: precision, checkpointing"),
         ({"precision": ["fp32"]}, "is not known"),
         ({"checkpointing": "all"}, "allowed: none, blocks, sqrt"),
