@@ -236,16 +236,20 @@ def ladder_figure(ladder: Ladder) -> go.Figure:
             },
         )
     )
-    axis = {"gridcolor": GRID, "zeroline": False, "rangemode": "tozero"}
     figure.update_layout(
         **look("Memory ladder: rungs by number, ≠ changes the mathematics", _HEIGHT),
-        xaxis=axis | {"title": {"text": "samples/s, all ranks", "standoff": 4, "font": {"size": 14}}},
-        yaxis=axis | {"title": {"text": "MiB reserved, worst rank", "font": {"size": 14}}},
+        xaxis=_axis("samples/s, all ranks", standoff=4),
+        yaxis=_axis("MiB reserved, worst rank"),
     )
     limit, most = ladder.now.limit_bytes, max(one.reserved_peak_bytes for _, one in rungs)
     if limit and limit < _NEAR * most:
         _mark_limit(figure.add_hline, y=limit / _MIB)
     return figure
+
+
+def _axis(title: str, **of_title: Any) -> dict[str, Any]:
+    of_title |= {"text": title, "font": {"size": 14}}
+    return {"title": of_title, "gridcolor": GRID, "zeroline": False, "rangemode": "tozero"}
 
 
 def _mark_limit(add: Callable[..., Any], **where: float) -> None:
@@ -295,18 +299,8 @@ def tuned_figure(result: TuneResult) -> go.Figure:
     )
     figure.update_layout(
         **look("Samples/s against reserved memory", _HEIGHT),
-        xaxis={
-            "title": {"text": "MiB reserved, worst rank", "standoff": 4, "font": {"size": 14}},
-            "gridcolor": GRID,
-            "zeroline": False,
-            "rangemode": "tozero",
-        },
-        yaxis={
-            "title": {"text": "samples/s, all ranks", "font": {"size": 14}},
-            "gridcolor": GRID,
-            "zeroline": False,
-            "rangemode": "tozero",
-        },
+        xaxis=_axis("MiB reserved, worst rank", standoff=4),
+        yaxis=_axis("samples/s, all ranks"),
         legend={"orientation": "h", "y": -0.22, "yanchor": "top", "font": {"size": 13}},
     )
     figure.update_layout(margin={"b": 96})

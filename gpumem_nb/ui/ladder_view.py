@@ -26,23 +26,19 @@ def ladder_view(found: Ladder, ask: Ask) -> Any:
 
     ``ask`` has something done; if it is refused, the panel says so.
     """
-    children: list[Any] = list(map(_label, _HEADINGS))
+    children: list[Any] = list(map(ipywidgets.Label, _HEADINGS))
     for row, one in zip(found.records, (found.now, *found.rungs), strict=True):
         button = ipywidgets.Button(description=f"{row['rung']}: {row['adds']}")
         button.tooltip = f"train with rung {row['rung']} and all above it: {one.verdict}"
         button.on_click(lambda _, rung=row["rung"]: ask(partial(found.apply, rung)))
         said = (one.in_words(one.reserved_peak_bytes), format_rate(one.samples_per_s), row["mathematics"])
-        children += [button, *map(_label, said)]
+        children += [button, *map(ipywidgets.Label, said)]
     grid = box(children, "gpumem-fits-map")
     grid.add_class("gpumem-ladder")
     grid.layout.grid_template_columns = "minmax(9em, 2fr) repeat(2, minmax(4em, 1fr)) max-content"
     notes = ipywidgets.HTML(notes_html(found.sentences))
     notes.add_class("gpumem-notes")
     return ipywidgets.VBox([grid, notes])
-
-
-def _label(text: str) -> Any:
-    return ipywidgets.Label(text)
 
 
 class LadderView(SearchView):

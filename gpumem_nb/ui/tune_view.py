@@ -59,9 +59,9 @@ def fits_view(found: WhatFits, ask: Ask) -> Any:
     """
     modes = list(dict.fromkeys(cell.checkpointing for cell in found.cells))
     fastest = max((cell.samples_per_s or 0.0 for cell in found.cells), default=0.0)
-    children: list[Any] = [_label(f"{ROWS} \\ {COLUMNS}"), *map(_label, modes)]
+    children: list[Any] = [*map(ipywidgets.Label, (f"{ROWS} \\ {COLUMNS}", *modes))]
     for precision in dict.fromkeys(cell.precision for cell in found.cells):
-        children.append(_label(precision))
+        children.append(ipywidgets.Label(precision))
         cells = {cell.checkpointing: cell for cell in found.cells if cell.precision == precision}
         children += [_button(cells.get(mode), found, fastest, ask) for mode in modes]
     grid = box(children, "gpumem-fits-map")
@@ -84,10 +84,6 @@ def _button(cell: Cell | None, found: WhatFits, fastest: float, ask: Ask) -> Any
     if cell in found.frontier:
         button.add_class("gpumem-frontier")
     return button
-
-
-def _label(text: str) -> Any:
-    return ipywidgets.Label(text)
 
 
 class TuneView(SearchView):

@@ -31,6 +31,13 @@ class Changed(Exception):
     """The model may have changed while a question looked at it."""
 
 
+def ended_early(why: BaseException) -> str:
+    """Return why a search ended before it was through, in a sentence."""
+    if isinstance(why, KeyboardInterrupt):
+        return f"It was interrupted. {str(why).removeprefix('Interrupted. ')}".rstrip()
+    return f"It ended early{', because ' if isinstance(why, Changed) else ': '}{why}"
+
+
 class Unchanged:
     """The model, and if asked for the settings, at the moment when this was made."""
 

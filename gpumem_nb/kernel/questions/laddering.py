@@ -13,7 +13,7 @@ from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadErr
 from ...shared.settings import Settings
 from .. import compatibility
 from ..cluster import AsksRanks, Cluster
-from .fitting import Changed, Knobs, Unchanged
+from .fitting import Changed, Knobs, Unchanged, ended_early
 
 _USUAL = 8  # rungs, by which progress is told
 
@@ -48,16 +48,12 @@ class Laddering(AsksRanks):
         try:
             while below := self._below([now, *rungs], fit_for, unchanged, known, progress):
                 rungs.append(below)
-        except Changed as why:
-            if not rungs:
+        except (KeyboardInterrupt, Changed, GpumemError) as why:
+            if not rungs and isinstance(why, Changed):
                 raise NotThisTime(f"Meanwhile {why} Run it again.") from None
-            ended = f"It ended early, because {why}"
-        except KeyboardInterrupt as interrupt:
-            ended = f"It was interrupted. {str(interrupt).removeprefix('Interrupted. ')}".rstrip()
-        except GpumemError as error:
-            if not rungs:
+            if not rungs and isinstance(why, GpumemError):
                 raise
-            ended = f"It ended early: {error}"
+            ended = ended_early(why)
         return Ladder(now, tuple(rungs), splits, ended, apply)
 
     def _below(

@@ -29,7 +29,7 @@ from ...shared.units import format_bytes, format_rate, parse_size
 from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 from ..history import History
-from .fitting import Changed, Knobs, SlowPrecisions, Unchanged
+from .fitting import Changed, Knobs, SlowPrecisions, Unchanged, ended_early
 from .instead import FindingInstead
 from .predicting import Predicting
 
@@ -89,14 +89,10 @@ class Tuning(AsksRanks):
         record, stopped = trials.record, ""
         try:
             search(choice, trials)
-        except KeyboardInterrupt as interrupt:
-            stopped = f"It was interrupted. {str(interrupt).removeprefix('Interrupted. ')}".rstrip()
-        except Changed as why:
-            stopped = f"It ended early, because {why}"
-        except GpumemError as error:
-            if not record.measured:
+        except (KeyboardInterrupt, Changed, GpumemError) as why:
+            if isinstance(why, GpumemError) and not record.measured:
                 raise
-            stopped = f"It ended early: {error}"
+            stopped = ended_early(why)
         if record.refused and not record.candidates and not stopped:
             raise WorkloadError(next(iter(record.refused.values())))
         limits = [budget_bytes, *(one.predicted.limit_bytes for one in record.candidates.values())]
