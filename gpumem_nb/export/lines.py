@@ -106,7 +106,10 @@ class Batches:
             yield f"loss = {self.called('model', 'loss_of')}"
         if self._own and self._facts.metric:
             called = "metric(model(batch[0]), batch[1])" if self._facts.metric == "outputs" else "metric(model, batch)"
+            chunked = self._settings.loss_head == "chunked"
+            yield from ([f"head = {_module(self._facts.head)}", 'parts = vars(head).pop("forward")'] if chunked else [])
             yield f"found = {called}"
+            yield from (["head.forward = parts"] if chunked else [])
             name = quoted(self._source.names["metric"])
             yield f"found = found if isinstance(found, dict) else {{{name}: found}}"
 
@@ -191,14 +194,23 @@ def checkpointed(names: Sequence[str], norms: bool, length: int) -> Iterator[str
         yield "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
 
 
+def in_parts(head: str) -> Iterator[str]:
+    """Lines that have the logits of this module of ``model`` in parts."""
+    yield f"head = {_module(head)}"
+    yield "head.forward = functools.partial(logits_of, head)"
+
+
+def _module(name: str) -> str:
+    plain = all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split("."))
+    return f"model.{name}" if plain else f"model.get_submodule({quoted(name)})"
+
+
 def _which(names: Sequence[str]) -> str:
     """Return an expression for the modules: the list that holds them, where they are all of it."""
     found = [_NUMBERED.fullmatch(name) for name in names]
     parents = {match[1] if match else "" for match in found}
     if len(parents) == 1 and all(found) and [match and match[2] for match in found] == [*map(str, range(len(names)))]:
         parent = parents.pop()
-        plain = all(part.isidentifier() and not keyword.iskeyword(part) for part in parent.split("."))
-        whole = f"model.{parent}" if plain else f"model.get_submodule({quoted(parent)})"
-        return f"{whole}[: {len(names)}]"
+        return f"{_module(parent)}[: {len(names)}]"
     listed = ", ".join(map(quoted, names))
     return f"map(model.get_submodule, [{listed}])"

@@ -105,6 +105,11 @@ def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
             f"checkpointing={settings.checkpointing} recomputes a block that is not part of the model, which a script "
             "does not find. Make it part of the model, or set checkpointing=none first."
         )
+    if settings.loss_head == "chunked" and not facts.head:
+        yield (
+            "loss_head=chunked computes the loss from a layer that is not part of the model, which a script does not "
+            "find. Make it part of the model, or set loss_head=full first."
+        )
     if settings.checkpointing != "none" and facts.changed_by_blocks is None:
         yield f"{_AGAIN}: that shows what blocks change when they run, which checkpointing does once more."
     if settings.checkpointing != "none" and facts.changed_by_blocks:

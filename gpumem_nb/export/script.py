@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from importlib.resources import files
 from math import ceil
 from typing import Any
 
 from ..shared.knobs.communication import VARIABLES
 from ..shared.settings import OWN
 from .imports import check_code, check_names, own_modules
-from .lines import Batches, checkpointed, segment_length, wrapped
+from .lines import Batches, checkpointed, in_parts, segment_length, wrapped
 from .order import MAKERS, PREPARED, ROLES, Order, quoted
 from .templating import render
 
@@ -85,6 +87,7 @@ class Values:
             "separable": source.separable,
             "dropout": dropout,
             "checkpointing": settings.checkpointing != "none",
+            "chunked": settings.loss_head == "chunked",
             "joined": own and self._together() > 1,
             "statistics": own and settings.checkpointing != "none" and facts.norms,
             "amp": settings.precision != "fp32",
@@ -129,7 +132,10 @@ class Values:
             "own_metric": own and bool(facts.metric),
             "seeds_ranks": own or dropout,
             "random_numbers": own or dropout,
-            "math": source.template == "digits" or settings.lr_schedule == "cosine" or settings.lr_scaling == "sqrt",
+            "math": settings.loss_head == "chunked"
+            or source.template == "digits"
+            or settings.lr_schedule == "cosine"
+            or settings.lr_scaling == "sqrt",
             "os": ddp or self._variables(),
             "numpy": True,
             "nn": not own or (ddp and (facts.loss == "batch" or facts.criterion_weights)),
@@ -149,6 +155,7 @@ class Values:
             "join": "\n".join(self._join()),
             "cell_seed": source.cell_seed,
             "hash_seed": quoted(facts.hash_seed),
+            "logits": _of_logits() if "chunked" in flags else "",
             "definitions": self._ready_made(flags) if ready else source.definitions,
             "rank": self._rank,
             "size": self._size,
@@ -286,9 +293,9 @@ class Values:
         return f"GPT(data.vocabulary, {', '.join(f'{name}={value}' for name, value in options.items())})"
 
     def _prepared(self) -> Iterator[str]:
-        if not self._own:
-            return
-        if self._settings.checkpointing != "none":
+        if self._settings.loss_head == "chunked":
+            yield from in_parts(self._facts.head)
+        if self._own and self._settings.checkpointing != "none":
             if self._facts.cache:
                 yield "for module in model.modules():"
                 yield '    if getattr(getattr(module, "config", None), "use_cache", False):'
@@ -343,6 +350,12 @@ class Values:
         if settings.optimizer == OWN and settings.optimizer_impl != "default":
             yield "for group in optimizer.param_groups:"
             yield f"    group.update({_GROUP_FLAGS[settings.optimizer_impl]})"
+
+
+def _of_logits() -> str:
+    """Return what ranks run, without its imports and marks for type checkers."""
+    code = files(__package__.partition(".")[0]).joinpath("engine", "replay", "logits.py").read_text(encoding="utf-8")
+    return re.sub(r"  # type: ignore.*", "", code[code.index("\nPARTS = ") :])
 
 
 def _calls_of_blocks(count: int, mode: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from ..shared.knobs import CHANGES, Need
 from ..shared.knobs.step import ACCUMULATION_STEPS, BATCH_SIZE, halved
 from ..shared.settings import Settings, mildest_first, strongest_first
 from ..shared.units import format_bytes
-from ..shared.workload import Splits
+from ..shared.workload import Handles, Splits
 from .fit import fits
 from .prediction import DOES_NOT_FIT, Prediction
 
@@ -33,14 +33,14 @@ _MOST_HINTS = 2
 
 
 def lighter(
-    settings: Settings, phase: str, blocks: int, at_peak: Mapping[str, int] | None = None, tried_out: bool = True
+    settings: Settings, phase: str, handles: Handles, at_peak: Mapping[str, int] | None = None, tried_out: bool = True
 ) -> list[Settings]:
     """Return what may need less memory, the mildest first.
 
     Args:
         settings: in place of which.
         phase: the part of the step that fills the memory.
-        blocks: how many blocks of the model can be checkpointed.
+        handles: what knobs that free memory can take hold of.
         at_peak: live bytes at the peak by category, where these are known.
         tried_out: whether all is tried before anyone sees it.
     """
@@ -49,7 +49,7 @@ def lighter(
         largest = sorted(at_peak, key=at_peak.__getitem__, reverse=True)[:_CATEGORIES]
     else:
         largest = [TEMPORARIES, OPTIMIZER_STATE] if phase == "update" else [ACTIVATIONS]
-    found = (mildest_first(Need(category, phase, settings, blocks, tried_out)) for category in largest)
+    found = (mildest_first(Need(category, phase, settings, handles, tried_out)) for category in largest)
     return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
@@ -59,7 +59,7 @@ class Search:
     Args:
         failed: these settings.
         phase: the part of the step that fills the memory.
-        blocks: how many blocks of the model can be checkpointed.
+        handles: what knobs that free memory can take hold of.
         at_peak: live bytes at the peak by category, where these are known.
         usable: whether settings go with what is loaded.
 
@@ -73,14 +73,14 @@ class Search:
         self,
         failed: Settings,
         phase: str,
-        blocks: int,
+        handles: Handles,
         at_peak: Mapping[str, int] | None = None,
         usable: Callable[[Settings], bool] = lambda settings: True,
     ) -> None:
         self.tried: list[Fit] = []
         self.ended = False
         self._failed = self._candidate = failed
-        mild = list(filter(usable, lighter(failed, phase, blocks, at_peak)))
+        mild = list(filter(usable, lighter(failed, phase, handles, at_peak)))
         together = _together(failed, mild)
         self.mild = tuple(mild if together in (failed, *mild) else [*mild, together])
         self._mild = iter(self.mild)
@@ -127,7 +127,7 @@ class Search:
     def _lighten_update(self) -> None:
         """Smaller micro-batches alone do not help the update: try another way of the same one besides."""
         known = [one.settings for one in self.tried]
-        for other in lighter(self._candidate, "update", 0):
+        for other in lighter(self._candidate, "update", Handles()):
             if other.same_mathematics(self._candidate) and other not in known and self._usable(other):
                 self._updates.append(other)
 
@@ -202,20 +202,20 @@ def of_tuned(known: Instead, best: Fit, others: Sequence[Fit]) -> Instead:
     return replace(found, why=known.why, largest=known.largest, barely=None if found.fastest else best)
 
 
-def may_free(category: str, phase: str, now: Tried | None, tried: Sequence[Tried], blocks: int) -> str:
+def may_free(category: str, phase: str, now: Tried | None, tried: Sequence[Tried], handles: Handles) -> str:
     """Return which knobs may free some of a category, in sentences; of those tried, only what made the peak smaller.
 
     Args:
         category, phase: what fills the memory, in which part of the step.
         now: the present configuration; ``None`` before there is one.
         tried: all configurations.
-        blocks: how many blocks of the model can be checkpointed.
+        handles: what knobs that free memory can take hold of.
     """
     if now is None:
         return ""
     of_this_model = [one for one in reversed(tried) if one.model_version == now.model_version]
     maybe, measured = [], []
-    for change in strongest_first(Need(category, phase, now.settings, blocks)):
+    for change in strongest_first(Need(category, phase, now.settings, handles)):
         changed = now.settings.replace(**change)
         known = next((one for one in of_this_model if one.settings == changed), None)
         if known is None or known.peak_bytes is None:

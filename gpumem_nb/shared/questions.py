@@ -211,6 +211,7 @@ class Facts:
         changed_by_blocks: what else checkpointed blocks change when they run: the first of its names, or nothing;
             ``None`` before there was a step to see it in.
         blocks: names of those that checkpointing wraps.
+        head: name of the layer that makes logits; empty without one in the model.
         cache: whether the model has a configuration with a cache for generation.
         rate: of the optimizer's first group just now.
         asked_rate: what the settings asked for last.
@@ -265,6 +266,7 @@ class Facts:
     norms: bool
     changed_by_blocks: str | None
     blocks: tuple[str, ...]
+    head: str
     cache: bool
     rate: float
     asked_rate: float

@@ -52,6 +52,8 @@ class Workload:
         optimizer: ``optimizer(params)`` returns the workload's own optimizer, chosen with ``optimizer=own``.
         blocks: returns the modules that activation checkpointing wraps, in the order in which forward calls them;
             without it the repeated blocks of the model are found automatically.
+        head: returns the ``torch.nn.Linear`` that makes the logits, whose cross-entropy ``loss_head=chunked`` computes
+            in parts; without it the model's output embeddings are taken, or its last linear layer.
         scheduler: ``scheduler(optimizer)`` returns the learning-rate scheduler of the workload's own optimizer (one of
             ``torch.optim.lr_scheduler``), which with ``lr_schedule=own`` goes on with every step done with that.
         eval_data: returns what the model is validated on, a map-style dataset or a ``DataLoader`` of one, of which the
@@ -70,6 +72,7 @@ class Workload:
     loss: Callable[[Any, Any], torch.Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     blocks: Callable[[Any], list[torch.nn.Module]] | None = None
+    head: Callable[[Any], torch.nn.Module] | None = None
     scheduler: Callable[[Any], torch.optim.lr_scheduler.LRScheduler] | None = None
     eval_data: Callable[[], Any] | None = None
     metric: Callable[[Any, Any], Any] | None = None
@@ -107,6 +110,18 @@ class Splits:
 
 
 @dataclass(frozen=True, slots=True)
+class Handles:
+    """What knobs that free memory can take hold of in a model.
+
+    ``blocks``: how many blocks can be checkpointed. ``logits``: whether its last linear layer has more classes than
+    features, so that logits are large.
+    """
+
+    blocks: int = 0
+    logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WorkloadInfo:
     """A description of the loaded workload: sizes that the kernel needs to check settings and to describe the workload.
 
@@ -116,7 +131,7 @@ class WorkloadInfo:
     in stages here, inside of hosts and between them; empty where it can. ``options``: of a ready-made workload.
     ``batch_norm``: whether the model takes statistics from micro-batches.
     ``trained_before``: steps that its weights were trained for before it was attached. ``adopted``: what was taken of a
-    trainer that was attached.
+    trainer that was attached. ``blocks`` and ``logits``: see :class:`Handles`.
     """
 
     name: str
@@ -135,6 +150,12 @@ class WorkloadInfo:
     batch_norm: bool = False
     trained_before: int = 0
     adopted: Adopted | None = None
+    logits: bool = False
+
+    @property
+    def handles(self) -> Handles:
+        """Return what knobs that free memory can take hold of."""
+        return Handles(self.blocks, self.logits)
 
     def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
         """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""

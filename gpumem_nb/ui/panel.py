@@ -17,6 +17,7 @@ from ..planning.score import foretold
 from ..report.rescue import Rescue
 from ..shared.errors import GpumemError
 from ..shared.messages import Failure
+from ..shared.workload import Handles
 from . import legend, threads, wording
 from .answers import Answers
 from .charts import Charts, View
@@ -303,8 +304,8 @@ class Panel:
         choice = Choice(self._latest.value, self._smooth.value, self._log_loss.value)
         view = View.of_session(session, self._ranks, choice, Attempt.of(self._rescue, history.readings))
         self._tiles.html = wording.tiles(session, history.readings, view.time)
-        blocks = session.workload.blocks if session.workload else 0
-        words = wording.filling(view.peaks, history, blocks)
+        handles = session.workload.handles if session.workload else Handles()
+        words = wording.filling(view.peaks, history, handles)
         self._filling.html = f"<p>{words}</p>" if words else ""
         self._strip.html = legend.strip(view.peaks)
         self._charts.update(view)

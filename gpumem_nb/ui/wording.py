@@ -25,6 +25,7 @@ from ..shared.forecast import MOST_BATCH
 from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING
 from ..shared.messages import Leak, RankInfo, Reading
 from ..shared.units import format_bytes, format_rate
+from ..shared.workload import Handles
 from .pictures import common_limit
 from .series import Peak, above_median, worst_first
 
@@ -262,7 +263,7 @@ def field_error(value: str, why: str) -> str:
     return f"<div><b>{escape(value)}</b>: {marked(why)}</div>"
 
 
-def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
+def filling(found: Sequence[Peak], history: History, handles: Handles) -> str:
     """Return what fills the worst rank's peak most, and which knobs may make that smaller."""
     if not found:
         return ""
@@ -277,12 +278,12 @@ def filling(found: Sequence[Peak], history: History, blocks: int) -> str:
     whose = f"rank {peak.rank}'s" if len(found) > 1 else "the"
     fill = "fill" if category.endswith("s") else "fills"
     now, tried = history.now(), history.tried
-    helps = may_free(category, ledger.phase, now, tried, blocks)
+    helps = may_free(category, ledger.phase, now, tried, handles)
     if not helps:
         helps = BESIDES.get(category, "")
         for other, part in parts[1:]:
             worth = part >= _WORTH_A_WORD * ledger.peak_bytes
-            hint = may_free(other, ledger.phase, now, tried, blocks) if worth else ""
+            hint = may_free(other, ledger.phase, now, tried, handles) if worth else ""
             if hint:
                 helps += f" {_sentence(other)[:-1]}: {100 * part / ledger.peak_bytes:.0f} %; {hint}"
                 break

@@ -89,7 +89,9 @@ def main() -> int:
     steps, *chosen = [int(number) for number in sys.argv[1:]] or [STEPS]
     numbers, failed, equal, scripts = random.Random(7), 0, 0, 0
     cases = [random_settings(numbers) for _ in range(CASES)]
-    cases.append(("GPT-2", {}, {"batch_size": 4, "accumulation_steps": 2, "checkpointing": "blocks"}))
+    gpt2 = {"batch_size": 4, "accumulation_steps": 2, "checkpointing": "blocks"}
+    cases += [("GPT-2", {}, gpt2), ("GPT-2", {}, gpt2 | {"loss_head": "chunked", "precision": "bf16"})]
+    cases.append(("text-gpt", SMALL["text-gpt"] | {"dropout": 0.1}, {"loss_head": "chunked", "precision": "fp16"}))
     for case in chosen or range(len(cases)):
         name, options, knobs = cases[case]
         # Ranks of its own for each: what another workload has left there would count.

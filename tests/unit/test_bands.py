@@ -12,6 +12,7 @@ from gpumem_nb.kernel.history import History
 from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import Sample
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Handles
 from gpumem_nb.ui import legend, style, wording
 from gpumem_nb.ui.charts import Charts, View
 from gpumem_nb.ui.series import MOST_LEDGERS, above_median, bands, peaks, shown, worst_first
@@ -148,7 +149,7 @@ def history(*tried: Settings, peak_mib: tuple[int, ...] = ()) -> History:
 
 
 def says(tried: History, blocks: int = 4, **changed: int) -> str:
-    return wording.filling(peaks([[sample(1, 0, ledger(**changed))]], [reading()]), tried, blocks)
+    return wording.filling(peaks([[sample(1, 0, ledger(**changed))]], [reading()]), tried, Handles(blocks))
 
 
 def test_the_biggest_category_is_named_with_what_may_free_some_of_it() -> None:
@@ -204,13 +205,13 @@ def test_what_was_tried_is_told_as_measured_and_left_out_where_it_did_not_help()
 
 def test_a_rank_that_stands_out_is_named_with_how_much_more_it_needs() -> None:
     found = peaks(trained(4, 2, higher=2), [reading()] * 4)
-    text = wording.filling(found, history(Settings()), 4)
+    text = wording.filling(found, history(Settings()), Handles(4))
     assert "of rank 2's peak" in text
     assert "It needs 25 % more than the median rank." in text
 
 
 def test_before_a_step_was_recorded_it_says_what_is_known() -> None:
-    text = wording.filling(peaks([[sample(1, 0)]], [reading()]), history(Settings()), 4)
+    text = wording.filling(peaks([[sample(1, 0)]], [reading()]), history(Settings()), Handles(4))
     assert text == "Rank 0 peaks at 40.0 MiB, 42 % of its limit. Its categories are not known yet."
     charts = Charts([info(0)])
     charts.update(View.of([info(0)], [reading()], [[sample(1, 0)]], lambda settings_id: None))
@@ -219,4 +220,4 @@ def test_before_a_step_was_recorded_it_says_what_is_known() -> None:
     assert all(
         np.isnan(trace.y).all() for trace in charts.figure.data if trace.type == "bar" and trace.name in style.LOOKS
     )
-    assert wording.filling([], history(), 0) == ""
+    assert wording.filling([], history(), Handles()) == ""

@@ -160,7 +160,7 @@ def answer_to(given: bytes, optimizer: str = "adamw") -> Any:
 
 
 def hollow_of(model: nn.Module, loss: Any, optimizer: Any = None) -> bytes:
-    return packed(Hollow("mine", emptied((model, loss, optimizer, None)), Batches(rows())))
+    return packed(Hollow("mine", emptied((model, loss, optimizer, None, None)), Batches(rows())))
 
 
 def test_objects_that_are_there_need_what_their_definition_needs() -> None:

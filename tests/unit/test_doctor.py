@@ -29,7 +29,7 @@ from gpumem_nb.shared import categories as c
 from gpumem_nb.shared.messages import DeviceUse, Failure, Leak, Sample
 from gpumem_nb.shared.questions import InputFacts, ModelFacts, TensorTotal
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.workload import WorkloadInfo
+from gpumem_nb.shared.workload import Handles, WorkloadInfo
 from tests.ledgers import MIB, info, reading, sample
 
 ROOT = Path(__file__).parents[2]
@@ -234,7 +234,7 @@ def test_a_step_that_runs_out_on_trial_is_not_said_to_leave_room_and_smaller_mic
     assert "most of it" not in found.sentence
     assert found.do == "Use a smaller model or a larger limit.", "nothing was tried"
     half = DEFAULT.replace(batch_size=16, accumulation_steps=2)
-    assert half in lighter(DEFAULT, "backward", 4, blind.categories)
+    assert half in lighter(DEFAULT, "backward", Handles(4), blind.categories)
     instead = instead_of(DEFAULT, 2, [Fit(half, 100 * MIB)], blind)
     [found] = findings(evidence(needs=blind, instead=instead))
     assert found.candidates == ({"batch_size": 16, "accumulation_steps": 2},)
@@ -322,7 +322,7 @@ def test_where_datasets_hold_most_what_can_be_smaller_is_offered() -> None:
     needs = prediction(live=960, reserved=980, categories=held, high_bytes=1010 * MIB, verdict=TIGHT, sample="Long.")
     [found] = [one for one in findings(evidence(needs=needs)) if one.cause == "barely fits"]
     smaller = DEFAULT.replace(fusion_threshold_mib=4)
-    assert smaller in lighter(DEFAULT, "backward", 4, held)
+    assert smaller in lighter(DEFAULT, "backward", Handles(4), held)
     assert found.sentence.endswith(": Long."), "the sample for which it may run out is named"
 
 

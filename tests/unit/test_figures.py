@@ -19,6 +19,7 @@ from gpumem_nb.report.step_time import TimeReport
 from gpumem_nb.shared.messages import Reading, Sample
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import FORWARD, StepTimes
+from gpumem_nb.shared.workload import Handles
 from gpumem_nb.ui import wording
 from gpumem_nb.ui.pictures import common_limit
 from gpumem_nb.ui.series import peaks
@@ -216,7 +217,7 @@ def test_what_settings_needed_of_another_model_is_no_advice_for_this_one(history
     steps(history, [9.0] * 6, settings_id=3, live_peak_bytes=40 * MIB)
 
     def said() -> str:
-        return may_free("activations", "forward", history.now(), history.tried, 4)
+        return may_free("activations", "forward", history.now(), history.tried, Handles(4))
 
     assert "had a peak of 10.0 MiB" in said()
     history.begin(4, "mine", NOW)

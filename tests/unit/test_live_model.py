@@ -62,7 +62,7 @@ def test_each_knob_set_twice_is_as_set_once() -> None:
         update(model)
         before = (model.optimizer, hooks(model), model.optimizer.param_groups[0]["lr"], model.settings)
         kept = moments(model)
-        model.set_checkpointing(settings.checkpointing)
+        model.recomputing.set_checkpointing(settings.checkpointing)
         model.set_optimizer(settings)
         model.set_optimizer_impl(settings.optimizer_impl)
         model.set_learning_rate(settings)
@@ -92,7 +92,7 @@ def test_checkpointing_comes_back_after_a_mode_that_could_not_be_set() -> None:
 
     model = live(Workload("named", blocks, rows, loss, blocks=named))
     model.apply(Settings(checkpointing="blocks"))
-    with model.checkpointed():
+    with model.recomputing.on():
         wrapped = hooks(model)
     found = False
     with pytest.raises(WorkloadError, match="needs a model with sub-modules"):
@@ -100,7 +100,7 @@ def test_checkpointing_comes_back_after_a_mode_that_could_not_be_set() -> None:
     assert (model.settings.checkpointing, hooks(model)) == ("none", 0)
     found = True
     model.apply(Settings(checkpointing="blocks"))
-    with model.checkpointed():
+    with model.recomputing.on():
         assert hooks(model) == wrapped > 0
     assert hooks(model) == 0, "cells find a plain model"
 

@@ -22,7 +22,7 @@ from gpumem_nb.shared.knobs.step import halved
 from gpumem_nb.shared.messages import Chunk, Failure, Reading
 from gpumem_nb.shared.readings import LiveBytes
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.workload import Splits
+from gpumem_nb.shared.workload import Handles, Splits
 
 MIB = 2**20
 LIMIT = 1000 * MIB
@@ -41,7 +41,7 @@ def out_of_memory(settings: Settings, phase: str = "forward") -> Rescue:
 
 def tried(settings: Settings, phase: str, blocks: bool, most: int = 10) -> list[str]:
     """As typed, while nothing fits."""
-    one = Tryout(out_of_memory(settings, phase), 4 * blocks)
+    one = Tryout(out_of_memory(settings, phase), Handles(4 * blocks))
     found: list[str] = []
     while len(found) < most and one.next():
         one.learn(OUT)
@@ -52,7 +52,7 @@ def tried(settings: Settings, phase: str, blocks: bool, most: int = 10) -> list[
 def ended(settings: Settings, answer: Callable[[Settings], list[Forecasts]], blocks: bool = False) -> Rescue:
     """When all was tried."""
     rescue = out_of_memory(settings)
-    one = Tryout(rescue, 4 * blocks)
+    one = Tryout(rescue, Handles(4 * blocks))
     while candidate := one.next():
         one.learn(answer(candidate))
     rescue.looking = False
@@ -119,7 +119,7 @@ def test_without_blocks_only_the_batch_shrinks() -> None:
 
 def test_all_micro_batches_of_the_step_that_failed_are_tried() -> None:
     """The one that is too large may be any of them."""
-    one = Tryout(out_of_memory(Settings(batch_size=8, accumulation_steps=4)), blocks=0)
+    one = Tryout(out_of_memory(Settings(batch_size=8, accumulation_steps=4)), handles=Handles())
     candidate = one.next()
     assert candidate is not None
     assert (candidate.batch_size, candidate.accumulation_steps) == (4, 8)
@@ -155,7 +155,7 @@ def test_micro_batches_are_halved_though_the_size_is_prime(size: int, splits: li
 
 def test_the_card_knows_what_the_ranks_have_said_of_splits() -> None:
     rescue = out_of_memory(Settings(batch_size=8))
-    one = Tryout(rescue, blocks=4, splits=Splits(mean=False))
+    one = Tryout(rescue, handles=Handles(4), splits=Splits(mean=False))
     while one.next():
         one.learn(needs(100))
     assert rescue.fitting[0].settings.checkpointing == "blocks"
@@ -226,7 +226,7 @@ def test_a_trial_in_place_of_other_settings_says_nothing_of_those_that_ran_out_m
 
 def test_trials_that_end_early_do_not_say_that_nothing_fits() -> None:
     rescue = out_of_memory(Settings(batch_size=8))
-    one = Tryout(rescue, blocks=4)
+    one = Tryout(rescue, handles=Handles(4))
     one.next()
     one.learn(OUT)
     rescue.looking = False  # ranks stalled, say
@@ -269,7 +269,7 @@ def test_less_state_is_tried_where_the_optimizers_fills_much_of_the_limit() -> N
     def tried_with(state_mib: int) -> list[str]:
         rescue = out_of_memory(Settings(batch_size=1))
         rescue.failure = replace(rescue.failure, live=LiveBytes({OPTIMIZER_STATE: state_mib * MIB}))
-        return [typed(rescue.settings, one) for one in Tryout(rescue, 0, limit_bytes=LIMIT).search.mild]
+        return [typed(rescue.settings, one) for one in Tryout(rescue, Handles(), limit_bytes=LIMIT).search.mild]
 
     assert tried_with(400) == ["precision=bf16", "optimizer=adafactor", "optimizer=momentum", "optimizer=sgd"]
     assert tried_with(300) == ["precision=bf16"]
@@ -278,7 +278,7 @@ def test_less_state_is_tried_where_the_optimizers_fills_much_of_the_limit() -> N
 def test_what_was_predicted_to_fit_is_named_until_a_trial_has_said_so() -> None:
     settings, lighter = Settings(batch_size=8), Settings(batch_size=8, checkpointing="blocks")
     rescue = Rescue(Failure(0, "oom", "forward", ""), 1, settings, foreseen=[Fit(lighter, 3 * MIB)])
-    one = Tryout(rescue, blocks=4)
+    one = Tryout(rescue, handles=Handles(4))
     assert lighter in one.search.mild
     assert "Predicted to fit: checkpointing=blocks (live peak 3.0 MiB). What would have fit is being" in rescue.advice
     while lighter not in [trial.settings for trial in one.search.tried]:

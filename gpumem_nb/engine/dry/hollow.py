@@ -26,7 +26,7 @@ class Hollow:
 
     Attributes:
         name: of the workload.
-        packed: model, loss, own optimizer and blocks in one pickle, because they share weights.
+        packed: model, loss, own optimizer, blocks and head in one pickle, because they share weights.
         batches: its data.
     """
 
@@ -36,7 +36,7 @@ class Hollow:
 
     def workload(self) -> Workload:
         """Return a workload of new objects, whose tensors are of the mode that this is called in."""
-        model, loss, optimizer, blocks = pickle.loads(self.packed)
+        model, loss, optimizer, blocks, head = pickle.loads(self.packed)
         return Workload(
             self.name,
             lambda: model,
@@ -44,6 +44,7 @@ class Hollow:
             loss,
             optimizer=(lambda params: optimizer) if optimizer is not None else None,
             blocks=blocks,
+            head=head,
         )
 
 
@@ -66,7 +67,7 @@ def of_trainer(trainer: Trainer, device: Device) -> bytes:
     with device.exempt(), set_aside():
         batches = Batches(trainer.stream.handed())
         try:
-            objects = emptied((live.model, workload.loss, live.own_optimizer, workload.blocks))
+            objects = emptied((live.model, workload.loss, live.own_optimizer, workload.blocks, workload.head))
             return packed(Hollow(workload.name, objects, batches))
         except Exception as error:
             raise WorkloadError(

@@ -10,6 +10,7 @@ from ...shared.forecast import Kernels, Lighter, Target
 from ...shared.knobs import Need
 from ...shared.knobs.step import halved
 from ...shared.settings import Settings, mildest_first
+from ...shared.workload import Handles
 from .batches import Batches
 from .hollow import Given
 from .run import Run, surely_within
@@ -63,10 +64,10 @@ class Ladder:
         """Yield settings, and whether to split their micro-batches; those of one rung change about as much."""
         now = self._settings
         with self.run(now, asked.kernels) as run:
-            phase, blocks = run.found(asked).forecast.phase, run.blocks
+            phase, handles = run.found(asked).forecast.phase, run.handles
         if phase == "update":
             yield [(one, False) for one in _other_updates(now)]
-        single = [_usable(one, asked.kernels) for one in mildest_first(Need(ACTIVATIONS, "forward", now, blocks))]
+        single = [_usable(one, asked.kernels) for one in mildest_first(Need(ACTIVATIONS, "forward", now, handles))]
         single = [one for one in single if one.batch_size == now.batch_size]
         yield [(now, True), *((one, False) for one in single)]
         exact = _together(now, [one for one in single if one.same_mathematics(now)])
@@ -111,7 +112,9 @@ class Ladder:
 
 def _other_updates(settings: Settings) -> list[Settings]:
     """Return what the update may be instead, the mildest first."""
-    needs = (Need(category, "update", settings, 0, tried_out=True) for category in (TEMPORARIES, OPTIMIZER_STATE))
+    needs = (
+        Need(category, "update", settings, Handles(), tried_out=True) for category in (TEMPORARIES, OPTIMIZER_STATE)
+    )
     return [one for need in needs for one in mildest_first(need)]
 
 

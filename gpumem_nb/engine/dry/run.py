@@ -32,7 +32,7 @@ from ...shared.forecast import (
 from ...shared.knobs.step import shortened
 from ...shared.settings import Settings
 from ...shared.units import DEFAULT_SEED, format_bytes
-from ...shared.workload import Workload
+from ...shared.workload import Handles, Workload
 from ..random_state import seeded
 from . import kernels
 from .batches import Batches
@@ -124,9 +124,9 @@ class Run:
             raise WorkloadError(f"{refusal} {why}{lacks} {_DO_WITHOUT if lacks else _FIX}") from None
 
     @property
-    def blocks(self) -> int:
-        """Return how many blocks of the model can be checkpointed, as far as that is known without memory."""
-        return len(self._step.blocks) if self._step else 0
+    def handles(self) -> Handles:
+        """Return what knobs that free memory can take hold of, as far as that is known without memory."""
+        return self._step.handles if self._step else Handles()
 
     def found(self, asked: Target, batch_size: int | None = None) -> OnGpu:
         """Return what steps under these settings would need, or in micro-batches of another size."""

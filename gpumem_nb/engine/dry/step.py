@@ -23,8 +23,9 @@ from ...shared.forecast import Kernels
 from ...shared.knobs.update import brings_none
 from ...shared.settings import Settings
 from ...shared.units import DEFAULT_SEED
+from ...shared.workload import Handles
 from ..random_state import seeded
-from ..replay.checkpointing import Checkpointing, find_blocks
+from ..replay.recomputing import Recomputing
 from ..step import optimizers
 from ..step.ambient import autocast
 from ..step.buckets import ReductionConfig, carried_dtype, in_turn, into_buckets, outgoing, widened
@@ -80,7 +81,7 @@ class DryStep:
             self.model = checked_model(workload.model())
             if not self.model.training:  # a frozen batch norm in one that trains stays as it is
                 self.model.train()
-            self._parts = Parts(self.model, workload.loss)
+            self._parts, self._recomputing = Parts(self.model, workload.loss), Recomputing(self.model, workload)
             for part in self._parts.named.values():
                 check_tensors(part)
             self._optimizer = self._built()
@@ -106,9 +107,9 @@ class DryStep:
         return any(isinstance(module, nn.RNNBase) for module in self._parts.modules())
 
     @property
-    def blocks(self) -> list[nn.Module]:
-        """Return what checkpointing wraps."""
-        return self._workload.blocks(self.model) if self._workload.blocks else find_blocks(self.model)
+    def handles(self) -> Handles:
+        """Return what knobs that free memory can take hold of."""
+        return Handles(len(self._recomputing.blocks), self._recomputing.has_logits)
 
     @property
     def parameters(self) -> int:
@@ -127,20 +128,19 @@ class DryStep:
     def _traced(self, batch_size: int) -> Trace:
         self._optimizer.state.clear()
         self._optimizer.state.update(_copied(self._first_state))
-        checkpointing = self._checkpointing()
+        self._recomputing.set_checkpointing(self._settings.checkpointing)
+        self._recomputing.set_loss_head(self._settings.loss_head)
         try:
-            with self._inside(), Recorder(self._device, *self._parts.named.values()).watching():
+            with self._inside(), self._recomputing.on(), Recorder(self._device, *self._parts.named.values()).watching():
                 recorder = Recorder.current
                 assert recorder
                 self._take(batch_size)
-                if checkpointing:
-                    checkpointing.finished()
+                self._recomputing.finished()
                 recorder.claim_model(self._parts.parameters(), self._optimizer.state)
                 self._zero_grad()
                 return recorder.end().trace(batch_size)
         finally:
-            if checkpointing:
-                checkpointing.remove()
+            self._recomputing.remove()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -168,12 +168,6 @@ class DryStep:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
         return optimizer
-
-    def _checkpointing(self) -> Checkpointing | None:
-        mode = self._settings.checkpointing
-        if mode == "none":
-            return None
-        return Checkpointing(self.model, self.blocks, mode)
 
     def _take(self, batch_size: int) -> None:
         self._zero_grad()

@@ -114,7 +114,7 @@ class Evaluator:
                 work()
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self._failure(error)
-            self._live.abandon_forward()
+            self._live.recomputing.abandon()
             with self._device.exempt():
                 ambient.restore()
             gc.collect()
@@ -179,7 +179,8 @@ class Evaluator:
     def _numbers(self, batch: Any) -> dict[str, Any]:
         """Loss and metric of one micro-batch by name."""
         model, metric = self._live.model, self._workload.metric
-        loss = {"loss": _number(self._live.loss(model, batch), "loss")}
+        with self._live.recomputing.head_on():
+            loss = {"loss": _number(self._live.loss(model, batch), "loss")}
         if metric is None or isinstance(metric, WholeMetric):
             return loss
         return loss | _named_numbers(metric(model, batch), metric)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,7 +22,7 @@ from ...shared.settings import OWN, Settings
 from ...shared.workload import Workload
 from ..link.communicator import same_everywhere
 from ..link.signals import interruptible
-from ..replay.checkpointing import Checkpointing, find_blocks
+from ..replay.recomputing import Recomputing
 from . import optimizers
 from .checks import check_modules, check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
 from .optimizer_state import Parked, Replicas
@@ -41,6 +41,7 @@ class LiveModel:
     Attributes:
         model: moved to the device and in training mode, but for what was in evaluation mode in one that was training.
         parts: the model, and what is trained besides it.
+        recomputing: what of forward backward computes again; on inside of steps only.
         loss: what steps compute of the model and a micro-batch; the workload's, or what a knob puts in its place.
         optimizer: the one in use.
         own_optimizer: the one that the workload brought, in use or not.
@@ -97,14 +98,9 @@ class LiveModel:
         self._in_use: str | None = None  # while other settings are tried: the optimizer's name
         self.parameters: list[Tensor] = in_groups(self.optimizer)
         self._known = {id(param): (weakref.ref(param), param.shape) for param in self.parts.parameters()}
-        self._checkpointing: Checkpointing | None = None
+        self.recomputing = Recomputing(self.model, workload)
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
         self.trained_before = steps_before(self.parts.parameters())
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """Return what checkpointing wraps, in the order in which forward calls them."""
-        return self._workload.blocks(self.model) if self._workload.blocks else find_blocks(self.model)
 
     def apply(self, settings: Settings) -> None:
         """Bring everything to these settings.
@@ -115,27 +111,14 @@ class LiveModel:
         """
         settings.check_known()
         check_precision(settings, self.parts)
-        for name, knob in KNOBS.items():
-            if knob.apply:
-                knob.apply(self, settings)
-            self._note(**{name: getattr(settings, name)})
-
-    def set_checkpointing(self, mode: str) -> None:
-        """Recompute activations in backward instead of keeping them, in segments as the mode says.
-
-        Raises:
-            WorkloadError: the model has no blocks.
-        """
-        if mode == self.settings.checkpointing:
-            return
-        if self._checkpointing:
-            self._checkpointing.remove()
-            self._checkpointing = None
-            self._note(checkpointing="none")
-        if mode != "none":
-            self._checkpointing = Checkpointing(self.model, self.blocks, mode)
-            self._checkpointing.take_off()
-        self._note(checkpointing=mode)
+        try:
+            for name, knob in KNOBS.items():
+                if knob.apply:
+                    knob.apply(self, settings)
+                self._note(**{name: getattr(settings, name)})
+        except WorkloadError:
+            self._note(**self.recomputing.applied)
+            raise
 
     def set_optimizer(self, settings: Settings) -> None:
         """Update with the optimizer that these settings name, from the state that it had if that is still there.
@@ -319,29 +302,6 @@ class LiveModel:
         elif self.scheduler and self.optimizer is self.own_optimizer:
             self.scheduler.step()
 
-    @property
-    def changed_by_blocks(self) -> list[str] | None:
-        """Return the same as :attr:`Checkpointing.changed`; nothing without checkpointing."""
-        return self._checkpointing.changed if self._checkpointing else []
-
-    def checkpointed(self) -> AbstractContextManager[None]:
-        """Inside, activations are checkpointed as the settings say; outside the model is a plain one."""
-        return self._checkpointing.on() if self._checkpointing else nullcontext()
-
-    def finished_backward(self) -> None:
-        """Forward and backward of a step are over.
-
-        Raises:
-            WorkloadError: checkpointing is on and had no effect.
-        """
-        if self._checkpointing:
-            self._checkpointing.finished()
-
-    def abandon_forward(self) -> None:
-        """A forward or backward was left half way."""
-        if self._checkpointing:
-            self._checkpointing.abandon()
-
     def replace_scaler(self, state: dict[str, Any]) -> None:
         """Go on with a new loss scaler in this state: one that was left half way believes that it has unscaled."""
         self.scaler = torch.amp.GradScaler(self._device.torch_device.type)
@@ -377,8 +337,7 @@ class LiveModel:
 
         Its weights have ``steps`` behind them, those of a state that they were resumed from included.
         """
-        if self._checkpointing:
-            self._checkpointing.remove()
+        self.recomputing.remove()
         if self._own_rates:
             self._own_rates.leave()
         note_steps(self.parts.parameters(), steps)

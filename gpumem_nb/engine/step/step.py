@@ -226,7 +226,7 @@ class Stepper:
             return before, loss, None
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
             failure = self.failure(error)
-            self._live.abandon_forward()
+            self._live.recomputing.abandon()
             with self._device.exempt():
                 ambient.restore()
         return before, None, failure
@@ -247,7 +247,7 @@ class Stepper:
         device = self._device.torch_device
         total = torch.zeros((), dtype=torch.float32, device=device)
         self._begin(DATA)
-        with self._live.checkpointed(), updates_refused(), interruptible():
+        with self._live.recomputing.on(), updates_refused(), interruptible():
             batches = iter(self._items.batches())
             for index in range(settings.accumulation_steps):
                 batch = next(batches)  # no loop over them, which would hold what was copied
@@ -270,7 +270,7 @@ class Stepper:
                 total += loss.detach().float()
                 self._begin(DATA)
             self.enter(TOOLKIT)
-            self._live.finished_backward()
+            self._live.recomputing.finished()
         return total
 
     def update_may_fail(self, order: StepOrder) -> bool:

@@ -12,6 +12,7 @@ from ...report.instead import Fit, Instead
 from ...shared.answers import Progress
 from ...shared.errors import InvalidInput, NotThisTime, WorkloadError
 from ...shared.settings import Settings
+from ...shared.workload import Handles
 from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 
@@ -64,7 +65,7 @@ class FindingInstead(AsksRanks):
         def usable(settings: Settings) -> bool:
             return compatibility.usable(settings, workload, len(self._ranks))
 
-        search = Search(failed, needs.phase, workload.blocks if workload else 0, needs.categories, usable)
+        search = Search(failed, needs.phase, workload.handles if workload else Handles(), needs.categories, usable)
         while candidate := search.next():
             progress(f"what would fit: {typed(failed, candidate)}", 0.5)
             try:

@@ -11,6 +11,7 @@ from ...report.differences import typed
 from ...shared.answers import Progress
 from ...shared.errors import GpumemError, InvalidInput, NotThisTime, WorkloadError
 from ...shared.settings import Settings
+from ...shared.workload import Handles
 from .. import compatibility
 from ..cluster import AsksRanks, Cluster
 from .fitting import Changed, Knobs, Unchanged, ended_early
@@ -66,7 +67,7 @@ class Laddering(AsksRanks):
     ) -> Prediction | None:
         """Return the rung below these, ``None`` where there is none; ``known`` takes in what is predicted."""
         above, workload = rungs[-1], self._training.workload
-        blocks = workload.blocks if workload else 0
+        handles = workload.handles if workload else Handles()
 
         def needs(settings: Settings) -> Prediction | None:
             unchanged.check()
@@ -80,10 +81,10 @@ class Laddering(AsksRanks):
                     return None
             return known[settings]
 
-        wanted = filter(fit_for, lighter(above.settings, above.phase, blocks, above.categories))
+        wanted = filter(fit_for, lighter(above.settings, above.phase, handles, above.categories))
         below = next_rung(above, list(filter(None, map(needs, wanted))))
         if above.lower_bound and not below:  # no single change is enough: several at once
-            search = Search(above.settings, above.phase, blocks, above.categories, fit_for)
+            search = Search(above.settings, above.phase, handles, above.categories, fit_for)
             together = filter(None, map(needs, iter(search.next, None)))
             below = next((one for one in together if not one.lower_bound), None)
         unchanged.check()

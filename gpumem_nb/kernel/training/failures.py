@@ -16,7 +16,7 @@ from ...shared.forecast import RECORDED, Forecasts
 from ...shared.knobs.step import shortened, shrunk
 from ...shared.messages import Chunk, Failure, Sample
 from ...shared.settings import Settings
-from ...shared.workload import Splits
+from ...shared.workload import Handles, Splits
 from .. import compatibility
 from ..history import History
 from ..policy import Policy
@@ -31,7 +31,7 @@ class Tryout:
 
     Args:
         rescue: of the step that ran out of memory; what is found out is added to it.
-        blocks: how many blocks of the model can be checkpointed.
+        handles: what knobs that free memory can take hold of.
         usable: whether settings go with what is loaded.
         limit_bytes: of the rank that failed; ``None`` where it has none.
         splits: what is known of training micro-batches in parts.
@@ -45,7 +45,7 @@ class Tryout:
     def __init__(
         self,
         rescue: Rescue,
-        blocks: int,
+        handles: Handles,
         usable: Callable[[Settings], bool] = lambda settings: True,
         limit_bytes: int | None = None,
         splits: Splits = NOT_KNOWN,
@@ -53,7 +53,7 @@ class Tryout:
         self.rescue, self._splits = rescue, splits
         rescue.looking = True
         at_peak = _filled_by(rescue.failure, limit_bytes or 0)
-        self.search = Search(rescue.settings, rescue.failure.phase, blocks, at_peak, usable)
+        self.search = Search(rescue.settings, rescue.failure.phase, handles, at_peak, usable)
         self._candidate = self.shown = rescue.settings
         self._warm = False
 
@@ -245,8 +245,8 @@ class Failures:
         reading = self._history.readings[rescue.failure.rank]
         limit_bytes = reading.limit_bytes if reading else None
         self.end_tryout()  # of what ran out before
-        blocks, splits = workload.blocks if workload else 0, self._history.answers.splits(workload)
-        self._tryout = Tryout(rescue, blocks, usable, limit_bytes, splits)
+        handles, splits = workload.handles if workload else Handles(), self._history.answers.splits(workload)
+        self._tryout = Tryout(rescue, handles, usable, limit_bytes, splits)
         foreseen = [one for settings in self._tryout.search.mild if (one := self._history.foreseen.get(settings))]
         rescue.foreseen = [as_fit(one) for one in foreseen if one.verdict == FITS]
         self._try_next(TRIAL_ID)

@@ -212,7 +212,7 @@ class Evidence:
 
     def lighter(self, category: str, phase: str) -> tuple[Changes, ...]:
         """Changes that may make a category smaller, those that keep the mathematics first."""
-        return self.possible(lighter(self.settings, phase, self.workload.blocks, {category: 1}, tried_out=False))
+        return self.possible(lighter(self.settings, phase, self.workload.handles, {category: 1}, tried_out=False))
 
     def possible(self, wanted: Iterable[Settings]) -> tuple[Changes, ...]:
         """Return what leads to some settings, as far as they go with what is loaded and are not in use."""

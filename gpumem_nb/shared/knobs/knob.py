@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..categories import INSIDE_OPERATORS, TEMPORARIES
 from ..values import Option
-from ..workload import WorkloadInfo
+from ..workload import Handles, WorkloadInfo
 
 Changes = dict[str, Any]
 Settings = Any
@@ -30,15 +30,14 @@ class LiveModel(Protocol):
         optimizer: the ``torch.optim.Optimizer`` in use.
         parameters: what is trained, in the optimizer's order.
         loss: what steps and evaluations compute of the model and a micro-batch.
+        recomputing: what of forward backward computes again.
     """
 
     model: Any
     optimizer: Any
     parameters: Any
     loss: Any
-
-    def set_checkpointing(self, mode: str) -> None:
-        """Checkpoint activations in this mode from the next step on."""
+    recomputing: Any
 
     def set_optimizer(self, settings: Settings) -> None:
         """Train with the optimizer that these settings name."""
@@ -67,14 +66,14 @@ class Need:
         category: what fills the memory.
         phase: the part of the step that it fills the memory in.
         settings: as they are.
-        blocks: how many blocks of the model can be checkpointed.
+        handles: what of the model can be taken hold of.
         tried_out: whether changes are tried out on the ranks before the user sees them.
     """
 
     category: str
     phase: str
     settings: Settings
-    blocks: int
+    handles: Handles
     tried_out: bool = False
 
     @property

@@ -39,7 +39,7 @@ PRECISION = Knob(
 
 def _recomputed(need: Need) -> Iterator[Changes]:
     # Whether √n blocks save more than single ones depends on the model.
-    if need.blocks and need.settings.checkpointing == "none":
+    if need.handles.blocks and need.settings.checkpointing == "none":
         yield {"checkpointing": "blocks"}
 
 
@@ -61,11 +61,50 @@ CHECKPOINTING = Knob(
     short="ckpt ",
     moves={ACTIVATIONS: MOST, CASTS: SOME},  # casts are made one segment at a time
     mathematics=KEEPS,
-    apply=lambda live, settings: live.set_checkpointing(settings.checkpointing),
+    apply=lambda live, settings: live.recomputing.set_checkpointing(settings.checkpointing),
     lighter=_recomputed,
     saves="backward recomputes activations that forward would keep",
     adapts=_adapts_blocks,
     retired={"all": "none"},  # one segment over all blocks, which saved nothing
+    exported=carried,
+)
+
+
+def _in_parts(need: Need) -> Iterator[Changes]:
+    if need.handles.logits and need.settings.loss_head == "full" and not need.of_update:
+        yield {"loss_head": "chunked"}
+
+
+def _small_logits(value: str, workload: WorkloadInfo | None) -> str:
+    if value == "full" or workload is None or workload.logits:
+        return ""
+    return (
+        f"loss_head={value} frees nothing here: the last torch.nn.Linear of {workload.name} has no more outputs than "
+        "inputs, so its logits are small. Use loss_head=full; Workload(head=...) names another layer."
+    )
+
+
+def _no_parts(settings: Settings, workload: WorkloadInfo) -> Changes:
+    return {} if workload.logits else {"loss_head": "full"}
+
+
+LOSS_HEAD = Knob(
+    "loss_head",
+    "full",
+    "a language model's logits: of all tokens at once, or of a sixteenth at a time, which backward computes again",
+    choices=("full", "chunked"),
+    means={
+        "full": "logits of all tokens lie in memory, and their gradients beside them",
+        "chunked": "logits of a sixteenth of the tokens do; backward computes each part again",
+    },
+    short="head ",
+    moves={ACTIVATIONS: SOME, TEMPORARIES: HALF},
+    mathematics=KEEPS_TO_ROUNDING,
+    apply=lambda live, settings: live.recomputing.set_loss_head(settings.loss_head),
+    lighter=_in_parts,
+    saves="the loss has logits of a sixteenth of the tokens at a time",
+    refuses=_small_logits,
+    adapts=_no_parts,
     exported=carried,
 )
 

@@ -1,0 +1,108 @@
+"""What of forward is computed again in backward, as two knobs say: whole blocks, and the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from torch import nn
+
+from ...shared.workload import Workload
+from .checkpointing import Checkpointing, find_blocks
+from .loss_head import ChunkedHead, find_head, is_wide
+
+
+class Recomputing:
+    """Of one model: nothing at first; on inside of its steps only, so that cells have a plain model."""
+
+    def __init__(self, model: nn.Module, workload: Workload) -> None:
+        self._model, self._workload = model, workload
+        self._mode = "none"
+        self._checkpointing: Checkpointing | None = None
+        self._chunked: ChunkedHead | None = None
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Return what checkpointing wraps, in the order in which forward calls them."""
+        return self._workload.blocks(self._model) if self._workload.blocks else find_blocks(self._model)
+
+    @property
+    def head(self) -> nn.Module | None:
+        """Return the layer that makes logits, if there is one."""
+        return self._workload.head(self._model) if self._workload.head else find_head(self._model)
+
+    @property
+    def has_logits(self) -> bool:
+        """Return whether logits are worth having in parts."""
+        return is_wide(self.head)
+
+    def set_checkpointing(self, mode: str) -> None:
+        """Compute activations again instead of keeping them, in segments as the mode says.
+
+        Raises:
+            WorkloadError: the model has no blocks; nothing is checkpointed then.
+        """
+        if mode == self._mode:
+            return
+        if self._checkpointing:
+            self._checkpointing.remove()
+        self._mode, self._checkpointing = "none", None
+        if mode != "none":
+            self._checkpointing = Checkpointing(self._model, self.blocks, mode)
+            self._checkpointing.take_off()
+        self._mode = mode
+
+    def set_loss_head(self, how: str) -> None:
+        """Have logits whole, or in parts.
+
+        Raises:
+            WorkloadError: the model has no head that gives them in parts; they are whole then.
+        """
+        if how == "full":
+            self._chunked = None
+        elif self._chunked is None:
+            self._chunked = ChunkedHead(self._model, self.head)
+
+    @property
+    def applied(self) -> dict[str, str]:
+        """Return what the knobs are at, also after one could not be set."""
+        return {"checkpointing": self._mode, "loss_head": "chunked" if self._chunked else "full"}
+
+    @property
+    def changed(self) -> list[str] | None:
+        """Return the same as :attr:`Checkpointing.changed`; nothing without checkpointing."""
+        return self._checkpointing.changed if self._checkpointing else []
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Have both on inside."""
+        with self._checkpointing.on() if self._checkpointing else nullcontext(), self.head_on():
+            yield
+
+    @contextmanager
+    def head_on(self) -> Iterator[None]:
+        """Have logits in parts inside, if they are; an evaluation checkpoints nothing."""
+        with self._chunked.on() if self._chunked else nullcontext():
+            yield
+
+    def finished(self) -> None:
+        """Forward and backward of a step are over.
+
+        Raises:
+            WorkloadError: something is on and had no effect.
+        """
+        if self._checkpointing:
+            self._checkpointing.finished()
+        if self._chunked:
+            self._chunked.finished()
+
+    def abandon(self) -> None:
+        """A forward or backward was left half way."""
+        if self._checkpointing:
+            self._checkpointing.abandon()
+
+    def remove(self) -> None:
+        """Take everything off the model for good."""
+        if self._checkpointing:
+            self._checkpointing.remove()
+        self._mode, self._checkpointing, self._chunked = "none", None, None
