@@ -61,6 +61,7 @@ def test_it_frees_what_was_predicted_and_leaves_no_trace(two_ranks: Session, tmp
     session.set(**Settings(batch_size=16).changed_from(session.settings))
     session.train(3)
     whole = session.history.tried[-1].peak_bytes
+    assert whole
     session.save(tmp_path / "state")
     expected = mean_losses(session.train(4))
     found = session.evaluate()
