@@ -18,12 +18,13 @@ from ...shared.workload import Splits, WorkloadInfo
 
 SPLIT = (BATCH_SIZE.name, ACCUMULATION_STEPS.name)
 """Knobs that change together only, because their product is the samples of a step on one rank."""
-TUNED = ("precision", "checkpointing", *SPLIT, "optimizer_impl")
+TUNED = ("precision", "checkpointing", "loss_head", *SPLIT, "optimizer_impl")
 """The knobs that are tuned if none are named."""
 TUNABLE = (*TUNED, "optimizer")
 """What a few steps that are undone can tell of; autotune takes care of how gradients travel."""
 _ONLY_VALUE = {
     "checkpointing": "the model has no blocks to compute again (Workload(blocks=...) would name some)",
+    "loss_head": "the last linear layer has no more outputs than inputs, so logits are small",
     **dict.fromkeys(SPLIT, "one sample of a step on each rank cannot be split (those of a larger global batch can)"),
 }
 Ask = Callable[[Mapping[str, Any]], Settings]
@@ -165,7 +166,7 @@ def _split(batch_size: int, per_rank: int) -> dict[str, int]:
 
 
 def _values(name: str, per_rank: int, workload: WorkloadInfo) -> list[Mapping[str, Any]]:
-    if name == "checkpointing" and not workload.blocks:
+    if (name == "checkpointing" and not workload.blocks) or (name == "loss_head" and not workload.logits):
         return []
     if name != SPLIT[0]:
         return [{name: value} for value in KNOBS[name].choices]
