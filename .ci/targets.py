@@ -198,10 +198,10 @@ def prepare_two_hosts() -> None:
 
 def prepare_optional(full: bool) -> None:
     """What the tests alone need: pyarrow takes 170 MB of disk, and 35 MB of each kernel; TRL is of the second tier."""
-    wanted = ["pyarrow", "lightning", *(["trl"] if full else [])]
+    wanted = ["pyarrow", "bitsandbytes", "lightning", *(["trl"] if full else [])]
     there = "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))"
     if run([str(venv_python()), "-c", there, *wanted], **QUIET):
-        title = "Installing what tests of Parquet files and of other libraries' trainers need"
+        title = "Installing what tests of Parquet files, 8-bit optimizers and other libraries' trainers need"
         pip(title, "-c", "constraints.txt", *wanted)
 
 

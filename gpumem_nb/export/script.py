@@ -21,6 +21,7 @@ _OPTIMIZERS = {
     "momentum": "torch.optim.SGD({}, lr={}, momentum=0.9{})",
     "adam": "torch.optim.Adam({}, lr={}{})",
     "adamw": "torch.optim.AdamW({}, lr={}{})",
+    "adamw8bit": "bitsandbytes.optim.AdamW8bit({}, lr={}{})",
     "adafactor": "torch.optim.Adafactor({}, lr={}{})",
 }
 _IMPLEMENTATIONS = {"foreach": ", foreach=True", "fused": ", fused=True", "loop": ", foreach=False", "default": ""}
@@ -87,6 +88,7 @@ class Values:
             "separable": source.separable,
             "dropout": dropout,
             "checkpointing": settings.checkpointing != "none",
+            "in_8_bits": settings.optimizer == "adamw8bit",
             "chunked": settings.loss_head == "chunked",
             "joined": own and self._together() > 1,
             "statistics": own and settings.checkpointing != "none" and facts.norms,

@@ -165,7 +165,7 @@ def test_the_biggest_category_is_named_with_what_may_free_some_of_it() -> None:
         (Settings(checkpointing="blocks"), {}, 4, "precision=bf16 or batch_size=16 accumulation_steps=2 may free"),
         (Settings(), {}, 0, "precision=bf16 or batch_size=16 accumulation_steps=2 may free"),
         (Settings(precision="bf16", checkpointing="sqrt"), {}, 4, "batch_size=16 accumulation_steps=2 may free"),
-        (Settings(), {"optimizer_state": 99}, 4, "optimizer=adafactor or optimizer=momentum may free"),
+        (Settings(), {"optimizer_state": 99}, 4, "optimizer=adamw8bit or optimizer=adafactor may free"),
         (Settings(optimizer="sgd"), {"optimizer_state": 99}, 4, "Fewer trained weights need less of it: freeze"),
         (Settings(), {"gradients": 99}, 4, "No knob changes what the gradients take"),
         (Settings(accumulation_steps=2), {"gradients": 99}, 4, "accumulation_steps=1 may free"),

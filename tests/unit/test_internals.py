@@ -35,6 +35,7 @@ from plotly import graph_objects
 import gpumem_nb
 from gpumem_nb.internals import accelerate_internals as accelerate_internals
 from gpumem_nb.internals import (
+    bitsandbytes_internals,
     cloudpickle_internals,
     horovod_internals,
     ipykernel_internals,
@@ -62,6 +63,27 @@ def moved(package: str, what: str) -> Iterator[None]:
             f"{package} {version(package)}: {what} has moved ({type(error).__name__}: {error}). "
             f"gpumem_nb/internals/{package}_internals.py was checked with {checked_with}."
         ) from error
+
+
+# bitsandbytes ---------------------------------------------------------------------------------------------------
+
+
+@checks("bitsandbytes", "the state of an 8-bit AdamW")
+def _eight_bits() -> None:
+    weight = torch.nn.Parameter(torch.ones(64, 64))
+    weight.grad = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+    torchs = torch.optim.AdamW([weight])
+    torchs.step()
+    eight = bitsandbytes_internals.adamw8bit([weight], 1e-3)
+    must(bitsandbytes_internals.is_adamw8bit(eight), f"it is a {type(eight)}")
+    bitsandbytes_internals.in_8_bits(eight, dict(torchs.state))
+    eight.step()
+    back = torch.optim.AdamW([weight])
+    bitsandbytes_internals.in_32_bits(back, dict(eight.state))
+    torchs.step()
+    off = (back.state[weight]["exp_avg"] - torchs.state[weight]["exp_avg"]).abs().max()
+    must(off < 0.02 * torchs.state[weight]["exp_avg"].abs().max(), f"its mean is off by {off}")
+    must(back.state[weight]["step"] == 2, "it counts otherwise")
 
 
 # cloudpickle ----------------------------------------------------------------------------------------------------
@@ -326,7 +348,9 @@ def test_what_moved_is_named_with_the_versions(monkeypatch: pytest.MonkeyPatch) 
     assert f"checked with {checked_with}" in str(caught.value)
 
 
-@pytest.mark.parametrize("package", ["accelerate", "ipykernel", "ipyparallel", "lightning", "plotly", "transformers"])
+@pytest.mark.parametrize(
+    "package", ["accelerate", "bitsandbytes", "ipykernel", "ipyparallel", "lightning", "plotly", "transformers"]
+)
 def test_the_version_that_the_checks_install_was_checked(package: str) -> None:
     constraints = (PACKAGE.parent / "constraints.txt").read_text().splitlines()
     (wanted,) = [line.partition("==")[2] for line in constraints if line.startswith(f"{package}==")]

@@ -75,10 +75,25 @@ def test_the_same_training_in_less_memory_comes_first_then_the_mildest_change_an
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        (Settings(), ["optimizer_impl=fused", "optimizer=adafactor", "optimizer=momentum", "optimizer=sgd"]),
+        (
+            Settings(),
+            [
+                "optimizer_impl=fused",
+                "optimizer=adamw8bit",
+                "optimizer=adafactor",
+                "optimizer=momentum",
+                "optimizer=sgd",
+            ],
+        ),
         (
             Settings(optimizer="own"),
-            ["optimizer_impl=fused", "optimizer=adafactor", "optimizer=momentum", "optimizer=sgd"],
+            [
+                "optimizer_impl=fused",
+                "optimizer=adamw8bit",
+                "optimizer=adafactor",
+                "optimizer=momentum",
+                "optimizer=sgd",
+            ],
         ),
         (
             Settings(optimizer="momentum", optimizer_impl="fused"),
@@ -271,7 +286,13 @@ def test_less_state_is_tried_where_the_optimizers_fills_much_of_the_limit() -> N
         rescue.failure = replace(rescue.failure, live=LiveBytes({OPTIMIZER_STATE: state_mib * MIB}))
         return [typed(rescue.settings, one) for one in Tryout(rescue, Handles(), limit_bytes=LIMIT).search.mild]
 
-    assert tried_with(400) == ["precision=bf16", "optimizer=adafactor", "optimizer=momentum", "optimizer=sgd"]
+    assert tried_with(400) == [
+        "precision=bf16",
+        "optimizer=adamw8bit",
+        "optimizer=adafactor",
+        "optimizer=momentum",
+        "optimizer=sgd",
+    ]
     assert tried_with(300) == ["precision=bf16"]
 
 

@@ -43,6 +43,7 @@ from .step_clock import StepClock
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
 SCRATCH_COPIES = 6  # of the weights: themselves, gradients, state, and what is under way
 _SCRATCH_UPDATES, _SCRATCH_S = 3, 0.5  # after one that makes the state; none is begun after so long
+_TORCHS = ("aten", "prim", "prims", "profiler")
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _NEW = torch.ops.aten.lift_fresh.default  # of ``torch.tensor``
 
@@ -268,6 +269,8 @@ class _Watching(TorchDispatchMode):
         if func is _DEVICE and self._cpu:
             return _CPU
         kwargs = kwargs or {}
+        if func.namespace not in _TORCHS:
+            raise CannotBeForeseen(f"{func.name()} is no operator of torch's, so what it takes inside is not known")
         if not (self._torchs or func is _NEW or all(map(is_fake, tensors_in([args, kwargs])))):
             raise CannotBeForeseen(_BY_ANOTHER_WAY)
         if func is _ITEM and self._torchs and not has_constant(args[0]):

@@ -144,6 +144,7 @@ class LiveModel:
             _add(optimizer, trained)
         else:
             optimizer = optimizers.build(trained, settings.replace(learning_rate=rate))
+            optimizers.convert(self.settings.optimizer, self.optimizer, settings.optimizer, optimizer)
             rates = Rates(optimizer, wanted, self.course.schedule)
         if parked is None and self.optimizer is not self.own_optimizer:
             self._parked = (self.settings.optimizer, Replicas(self.optimizer).keep(), self._rates)

@@ -48,7 +48,7 @@ class Replicas:
         """Return the whole state on rank 0, whose tensors are the optimizer's own; ``None`` on the others."""
         if here().rank != 0:
             return None
-        packed = self._optimizer.state_dict()
+        packed = Optimizer.state_dict(self._optimizer)  # not in a form of its own, which scatter would not know
         numbers = optimizers.numbers_beside(self._optimizer)
         return {"state": packed["state"], "groups": packed["param_groups"], "numbers": numbers}
 

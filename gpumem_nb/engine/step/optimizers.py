@@ -10,9 +10,12 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
+from ...internals import bitsandbytes_internals
+from ...internals.fake_internals import modes_set_aside
 from ...internals.torch_internals import has_step_hooks, keep_scale_from
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
+from ...shared.knobs.update import NO_8_BIT
 from ...shared.settings import Settings
 from .parts import in_groups
 
@@ -21,6 +24,7 @@ _BUILD: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
     "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
     "adam": lambda params, lr: Adam(params, lr=lr),
     "adamw": lambda params, lr: AdamW(params, lr=lr),
+    "adamw8bit": lambda params, lr: _in_8_bits(params, lr),
     "adafactor": lambda params, lr: Adafactor(params, lr=lr),
 }
 
@@ -45,14 +49,34 @@ def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
     return optimizer
 
 
+def _in_8_bits(params: list[Tensor], lr: float) -> Optimizer:
+    try:
+        with modes_set_aside():  # its tables of numbers are real ones in a dry run, too
+            return bitsandbytes_internals.adamw8bit(params, lr)
+    except ImportError as error:
+        raise WorkloadError(f"{NO_8_BIT} ({error}), and start the ranks again.") from None
+
+
+def convert(old: str, before: Optimizer, new: str, after: Optimizer) -> None:
+    """Let a new optimizer go on from the state of the one before it, where one is the 8-bit form of the other."""
+    if (old, new) == ("adamw", "adamw8bit"):
+        bitsandbytes_internals.in_8_bits(after, dict(before.state))
+    elif (old, new) == ("adamw8bit", "adamw"):
+        bitsandbytes_internals.in_32_bits(after, dict(before.state))
+
+
 def is_torchs(optimizer: Optimizer) -> bool:
     """Return whether it is one of torch's own."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # of some without the file
 
 
 def from_torch(optimizer: Optimizer) -> bool:
-    """Return whether its update is torch's own code alone, which fails for want of memory only."""
-    return is_torchs(optimizer) and not has_step_hooks(optimizer)
+    """Return whether its update is torch's own code alone, which fails for want of memory only.
+
+    So is that of bitsandbytes on a GPU, whose kernels take no memory; on the CPU it takes copies of a weight.
+    """
+    in_place = bitsandbytes_internals.is_adamw8bit(optimizer) and all(one.is_cuda for one in in_groups(optimizer))
+    return (is_torchs(optimizer) or in_place) and not has_step_hooks(optimizer)
 
 
 def may_write(optimizer: Optimizer) -> list[Tensor]:

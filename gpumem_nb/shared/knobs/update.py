@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from importlib.util import find_spec
 
 from ..categories import INSIDE_OPERATORS, OPTIMIZER_STATE, TEMPORARIES
 from ..values import not_negative, positive, whole, whole_or_0
@@ -10,11 +11,13 @@ from ..workload import WorkloadInfo
 from .knob import CHANGES, HALF, KEEPS, KEEPS_TO_ROUNDING, MOST, Changes, Knob, Need, Settings, carried
 
 _OWN = "own"
-_OURS = ("sgd", "momentum", "adam", "adamw", "adafactor")
+_OURS = ("sgd", "momentum", "adam", "adamw", "adamw8bit", "adafactor")
 _USE_OURS = f"Use optimizer={', '.join(_OURS[:-1])} or {_OURS[-1]}."
-_NEVER_FUSED = ("adafactor",)
+_LACKS = {"adafactor": ("fused",), "adamw8bit": ("foreach", "fused", "loop")}
+NO_8_BIT = "optimizer=adamw8bit is that of bitsandbytes, which is not installed. Install it: %pip install bitsandbytes"
 _LESS_STATE = {
-    **dict.fromkeys(("adam", "adamw"), ("adafactor", "momentum", "sgd")),
+    **dict.fromkeys(("adam", "adamw"), ("adamw8bit", "adafactor", "momentum", "sgd")),
+    "adamw8bit": ("adafactor", "sgd"),
     "adafactor": ("sgd",),
     "momentum": ("adafactor", "sgd"),
 }
@@ -29,24 +32,28 @@ def _less_state(need: Need) -> Iterator[Changes]:
     # How much an own optimizer remembers is known only when another one is tried.
     others = _LESS_STATE["adam"] if need.tried_out else ()
     for name in others if need.settings.optimizer == _OWN else _LESS_STATE.get(need.settings.optimizer, ()):
-        lacks = name in _NEVER_FUSED and need.settings.optimizer_impl == "fused"
+        if _refuses(name, None):
+            continue
+        lacks = need.settings.optimizer_impl in _LACKS.get(name, ())
         yield {"optimizer": name} | ({"optimizer_impl": "default"} if lacks else {})
 
 
 def _in_place(need: Need) -> Iterator[Changes]:
     # Fused updates work in place; all others take copies of what they update. An own optimizer may lack them.
     name = need.settings.optimizer
-    usable = need.tried_out if name == _OWN else name not in _NEVER_FUSED
+    usable = need.tried_out if name == _OWN else name not in _LACKS
     if need.of_update and usable and need.settings.optimizer_impl != "fused":
         yield {"optimizer_impl": "fused"}
 
 
 def _has_no_kernel(settings: Settings, ranks: int) -> str:
-    if settings.optimizer_impl != "fused" or settings.optimizer not in _NEVER_FUSED:
+    lacks = _LACKS.get(settings.optimizer, ())
+    if settings.optimizer_impl not in lacks:
         return ""
+    *others, last = [one for one in OPTIMIZER_IMPL.choices if one not in lacks]
     return (
-        f"torch has no fused {settings.optimizer}, so optimizer_impl=fused cannot be used with it. "
-        "Use optimizer_impl=default, foreach or loop."
+        f"There is no {settings.optimizer} with optimizer_impl={settings.optimizer_impl}. "
+        f"Use optimizer_impl={', '.join(others) + ' or ' if others else ''}{last}."
     )
 
 
@@ -57,6 +64,8 @@ def _as_it_has(before: Settings, after: Settings, named: Collection[str], ranks:
 
 
 def _refuses(name: str, workload: WorkloadInfo | None) -> str:
+    if name == "adamw8bit" and find_spec("bitsandbytes") is None:
+        return NO_8_BIT
     if name != _OWN or (workload and workload.own_optimizer):
         return ""
     return brings_none(workload.name) if workload else f"Nothing is loaded. {_USE_OURS}"
@@ -81,6 +90,7 @@ OPTIMIZER = Knob(
         "momentum": "SGD with a mean of earlier gradients: one more copy of the weights",
         "adam": "two means for each weight: two more copies",
         "adamw": "Adam with weight decay of its own: two more copies",
+        "adamw8bit": "AdamW whose means have 8 bits each: half a copy (bitsandbytes)",
         "adafactor": "a row and a column for each matrix; learning_rate is relative to the size of the weights",
         _OWN: "the one that the workload brings",
     },
