@@ -105,7 +105,8 @@ def test_logits_are_named_where_they_fill_a_scarce_limit() -> None:
     named = findings(evidence(ranks=ranks, needs=prediction(live=870)))
     [found] = [one for one in named if one.cause == "logits dominate"]
     assert "2,048×50,000 logits, 390.6 MiB" in found.sentence
-    assert "fused linear cross-entropy" in found.do
+    assert "loss_head=chunked" in found.do
+    assert found.candidates[0] == {"loss_head": "chunked"}
     assert {"batch_size": 16, "accumulation_steps": 2} in found.candidates
     assert "logits dominate" not in causes(ranks=ranks), "there is room"
     few = (rank(0, facts=ModelFacts(logits=(2048, 1000))),)

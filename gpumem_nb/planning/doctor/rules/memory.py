@@ -167,6 +167,7 @@ def logits(evidence: Evidence) -> Finding | None:
     peak, needs = evidence.peak, evidence.needs
     if facts is None or peak is None or needs is None:
         return None
+    in_parts = evidence.possible([evidence.settings.replace(loss_head="chunked")])
     size = math.prod(facts.logits) * 4  # the loss is computed in fp32
     scarce = (evidence.share or 0) >= SCARCE or _runs_out(evidence)
     if not scarce or _AT_ONCE * size < _MOST * peak.bytes:
@@ -181,7 +182,7 @@ def logits(evidence: Evidence) -> Finding | None:
         "gradient.",
         {"logits_bytes": size, **evidence.live_peak(peak.bytes), "limit_bytes": needs.limit_bytes},
         do=ON_SOME_ROWS,
-        candidates=evidence.lighter(c.ACTIVATIONS, peak.phase),
+        candidates=(*in_parts, *evidence.lighter(c.ACTIVATIONS, peak.phase)),
         wants=LESS,
     )
 
