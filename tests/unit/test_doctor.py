@@ -178,8 +178,8 @@ MORE = Settings(batch_size=16)
         ),
         (
             "a small batch",
-            {"larger": prediction(Settings(batch_size=128), samples_per_s=180.0, low_samples_per_s=160.0)},
-            {"larger": prediction(Settings(batch_size=128), samples_per_s=174.0, low_samples_per_s=165.0)},
+            {"larger": prediction(Settings(batch_size=128), samples_per_s=180.0, high_samples_per_s=190.0)},
+            {"larger": prediction(Settings(batch_size=128), samples_per_s=174.0, high_samples_per_s=190.0)},
         ),
         *((cause, {"verdicts": (Bottleneck(name, 0.4, "Lost."),)}, {}) for name, cause in CAUSES.items()),
     ],

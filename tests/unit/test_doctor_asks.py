@@ -333,7 +333,7 @@ def test_larger_micro_batches_that_run_out_of_memory_in_a_later_turn_do_not_fit(
         if settings == DEFAULT:
             return prediction()
         if asked[settings] < 3:
-            return prediction(settings, live=900, samples_per_s=200.0, low_samples_per_s=199.0)
+            return prediction(settings, live=900, samples_per_s=200.0, high_samples_per_s=210.0)
         out: dict[str, Any] = {"verdict": DOES_NOT_FIT, "lower_bound": True, "samples_per_s": None, "step_s": None}
         return prediction(settings, live=890, **out)  # with what it asked for, in memory that was in pieces
 
@@ -348,7 +348,7 @@ def test_a_lower_bound_is_not_called_the_most_that_is_needed() -> None:
 
 
 def test_larger_micro_batches_are_not_said_to_be_larger_than_what_fits() -> None:
-    more = prediction(Settings(batch_size=128), live=990, samples_per_s=400.0, low_samples_per_s=390.0)
+    more = prediction(Settings(batch_size=128), live=990, samples_per_s=400.0, high_samples_per_s=420.0)
     for largest, told in ((126, False), (None, False), (130, True)):
         [found] = findings(evidence(larger=more, largest_batch=largest))
         assert ("up to 130 fit" in found.sentence, found.evidence["largest batch"]) == (told, largest if told else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -112,15 +113,16 @@ def _timed_fairly(evidence: Evidence) -> bool:
 
 
 def _faster(evidence: Evidence, other: Prediction, times: float) -> bool:
-    """Return whether steps are so many times as fast, and the slowest turn of these faster than any of those that are.
+    """Return whether steps are so many times as fast, by their median turns and by their fastest.
 
-    Nothing tells how fast they are where either was not timed.
+    Other programs slow some turns down; the fastest turns of both tell what is left where none does. Nothing tells how
+    fast steps are where either was not timed.
     """
     needs, least = evidence.needs, evidence.samples_per_s or 0.0
     if needs is None or not needs.samples_per_s or not other.samples_per_s or other.samples_per_s <= least:
         return False
-    apart = (other.low_samples_per_s or 0.0) > (needs.high_samples_per_s or 0.0)
-    return apart and other.samples_per_s >= times * needs.samples_per_s
+    undisturbed = (other.high_samples_per_s or 0.0) >= times * (needs.high_samples_per_s or math.inf)
+    return undisturbed and other.samples_per_s >= times * needs.samples_per_s
 
 
 def needless_checkpointing(evidence: Evidence) -> Finding | None:
