@@ -163,6 +163,7 @@ def predicted(
         basis=basis,
         seconds=seconds,
         sample=one.sample,
+        block_bytes=one.block_bytes,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,12 +64,14 @@ class Ladder(Report):
         now: what the present settings need.
         rungs: what is needed with all changes down to each; the first one has one change.
         splits: what is known of training a micro-batch in parts.
+        blocks: of the model.
         ended: why it ended before the last rung; empty if it did not.
     """
 
     now: Prediction
     rungs: tuple[Prediction, ...]
     splits: Splits
+    blocks: int
     ended: str
     _set: Callable[[dict[str, Any]], object] = field(repr=False, compare=False)
 
@@ -141,7 +143,19 @@ class Ladder(Report):
             said.append(f"The first that fits is rung {first}: {self._command(first)}")
         if first != len(self.rungs) or fits(self.now):
             said.append(f"Least memory, rung {len(self.rungs)}: {self._command(len(self.rungs))}")
-        return said
+        return [*said, *self._deeper]
+
+    @property
+    def _deeper(self) -> Iterator[str]:
+        """How much larger a model of this kind would fit, where that is known."""
+        least = self.rungs[-1]
+        if least.more_blocks:
+            now = self.now.more_blocks or 0
+            size = format_bytes(least.block_bytes)
+            yield (
+                f"On rung {len(self.rungs)} a model with about {least.more_blocks} blocks more than its {self.blocks} "
+                f"would fit, with {now or 'none'} as it is: each takes up to {size} of the peak there."
+            )
 
     def _command(self, rung: int) -> str:
         return f"%hvd_set {typed(self.now.settings, self.rungs[rung - 1].settings)}"

@@ -48,6 +48,7 @@ class Prediction(Words):
         before: the settings that it was asked from, if there were any.
         splits: what is known of training its micro-batches in parts.
         instead: what would fit in its place, where it does not and that was asked for.
+        block_bytes: by how much live bytes would grow at most for each block more of the model; ``None`` if not known.
     """
 
     settings: Settings
@@ -75,6 +76,14 @@ class Prediction(Words):
     runs: bool = False
     sample: str = ""
     instead: Instead | None = None
+    block_bytes: int | None = None
+
+    @property
+    def more_blocks(self) -> int | None:
+        """Return about how many blocks more, like those there are, would fit; ``None`` where that is not known."""
+        if not self.block_bytes or self.limit_bytes is None or self.lower_bound:
+            return None
+        return max(0, (self.limit_bytes - self.high_bytes) // self.block_bytes)
 
     @property
     def refusal(self) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..shared.messages import LOGITS, SCORES
 
 ON_SOME_ROWS = (
-    "With loss_head=chunked the loss has the logits of a sixteenth of the rows at a time. Where that is refused, compute "
-    "the last layer and the loss on some rows at a time."
+    "With loss_head=chunked the loss has the logits of a sixteenth of the rows at a time. Where that is refused, "
+    "compute the last layer and the loss on some rows at a time."
 )
 SET_SDPA = (
     'In a %%hvd cell on all ranks: model.set_attn_implementation("sdpa"), or build the model with '

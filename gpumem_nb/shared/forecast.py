@@ -74,6 +74,8 @@ class Forecast:
             cache into other pieces. Training at the limit would run out there.
         longest_bytes: the most that will be reserved for micro-batches with the largest sample, where samples differ.
         sample: a sentence about that sample, if it is much larger than others.
+        block_bytes: by how much the live peak would grow at most for each block more of the model; ``None`` where that
+            is not known.
     """
 
     live_peak_bytes: int
@@ -86,6 +88,7 @@ class Forecast:
     fits_recut: bool = True
     longest_bytes: int | None = None
     sample: str = ""
+    block_bytes: int | None = None
 
     @property
     def live_error(self) -> float | None:

@@ -15,6 +15,24 @@ from tests.cluster.test_ledger import STATE
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
+@pytest.mark.parametrize(
+    ("knobs", "above"),
+    [({}, 1.01), ({"precision": "bf16", "optimizer": "sgd"}, 1.01), ({"checkpointing": "blocks"}, 1.4)],
+)
+def test_a_deeper_model_needs_what_was_said_of_its_blocks(
+    two_ranks: Session, fresh: Callable[..., Session], knobs: dict[str, str], above: float
+) -> None:
+    found = []
+    for depth in (4, 9):
+        session = fresh(two_ranks, "text-gpt", width=64, depth=depth, heads=2, sequence_length=32)
+        session.set(batch_size=8, **knobs)
+        session.train(2)
+        found.append(session.predict())
+    grown = (found[1].live_peak_bytes - found[0].live_peak_bytes) / 5
+    assert found[0].block_bytes is not None
+    assert 0.99 * grown <= found[0].block_bytes <= above * grown
+
+
 def test_every_rung_needs_what_was_said_when_it_is_taken(
     two_ranks: Session, fresh: Callable[..., Session], shell: InteractiveShell
 ) -> None:

@@ -18,6 +18,7 @@ from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits, WorkloadInfo
 from gpumem_nb.ui.figures import ladder_figure
 from gpumem_nb.ui.ladder_view import ladder_view
+from tests.ledgers import MIB
 from tests.runs import history_of
 from tests.unit.test_doctor import prediction
 
@@ -70,7 +71,7 @@ def test_a_rung_has_no_fewer_samples_a_step_and_keeps_the_mathematics_where_that
 
 
 def ladder(now: Prediction = ABOVE, *rungs: Prediction, ended: str = "", changed: list[Any] | None = None) -> Ladder:
-    return Ladder(now, rungs, Splits(mean=True), ended, (changed if changed is not None else []).append)
+    return Ladder(now, rungs, Splits(mean=True), 6, ended, (changed if changed is not None else []).append)
 
 
 def test_a_rung_is_taken_with_all_above_it() -> None:
@@ -107,6 +108,15 @@ def test_it_says_what_each_rung_adds_and_what_to_type() -> None:
     figure = ladder_figure(found)
     assert list(figure.data[0].text) == ["0", "1", "2 ≠", "3 ≠"]
     assert "limit" in [one.text for one in figure.layout.annotations]
+
+
+def test_it_ends_with_how_much_larger_a_model_would_fit() -> None:
+    below = needs(BLOCKS, 300, high_bytes=400 * MIB, block_bytes=50 * MIB)
+    assert "On rung 1 a model with about 12 blocks more than its 6 would fit, with none as it is" in str(
+        ladder(ABOVE, below)
+    )
+    for unknown in ({"limit_bytes": None}, {"block_bytes": None}, {"lower_bound": True}, {"high_bytes": 2000 * MIB}):
+        assert "blocks more" not in str(ladder(ABOVE, dataclasses.replace(below, **unknown)))
 
 
 def test_the_panel_has_a_button_for_each_rung() -> None:
@@ -160,7 +170,7 @@ def rungs(found: Ladder) -> list[str]:
 
 def test_it_goes_down_until_nothing_is_worth_a_rung() -> None:
     ranks = Ranks({"optimizer": 100, "optimizer_impl": 8})
-    assert rungs(ranks.ladder()) == ["optimizer=adafactor"]
+    assert rungs(ranks.ladder()) == ["optimizer=adamw8bit"]
     assert ranks.settings == PRESENT
     assert len(ranks.asked) == len(set(ranks.asked)), "nothing is predicted twice"
 
@@ -179,12 +189,12 @@ def test_an_interrupt_and_a_flip_leave_the_rungs_found() -> None:
             raise KeyboardInterrupt
 
     found = ranks.ladder(progress=stop)
-    assert rungs(found) == ["optimizer=adafactor"]
+    assert rungs(found) == ["optimizer=adamw8bit"]
     assert found.sentences[0] == "It was interrupted."
     flipped = Ranks({"optimizer": 100})
     flipped.meanwhile = lambda: setattr(flipped, "settings", BLOCKS) if len(flipped.asked) > 5 else None
     found = flipped.ladder()
-    assert rungs(found) == ["optimizer=adafactor"]
+    assert rungs(found) == ["optimizer=adamw8bit"]
     assert found.sentences[0] == "It ended early, because settings were changed."
 
 
@@ -198,7 +208,7 @@ def test_where_no_single_change_makes_a_small_step_fit_the_first_rung_has_severa
         most = 2
 
     small = Small({"optimizer": 100})
-    assert rungs(small.ladder()) == ["batch_size=2 accumulation_steps=8", "optimizer=adafactor"]
+    assert rungs(small.ladder()) == ["batch_size=2 accumulation_steps=8", "optimizer=adamw8bit"]
     assert len(small.asked) == len(set(small.asked)), "nothing is predicted twice"
     small.most = 0
     said = small.ladder()

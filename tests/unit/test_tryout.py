@@ -270,7 +270,10 @@ def test_a_sample_that_is_the_cause_is_named_before_the_command() -> None:
 
 @pytest.mark.parametrize(
     ("filled", "said"),
-    [("logits", "With loss_head=chunked the loss has the logits"), ("scores", "scaled_dot_product_attention keeps none")],
+    [
+        ("logits", "With loss_head=chunked the loss has the logits"),
+        ("scores", "scaled_dot_product_attention keeps none"),
+    ],
 )
 def test_what_memory_ran_out_for_is_named_before_the_command(filled: str, said: str) -> None:
     rescue = ended(Settings(batch_size=4), lambda one: needs(100))

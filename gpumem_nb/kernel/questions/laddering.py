@@ -55,7 +55,8 @@ class Laddering(AsksRanks):
             if not rungs and isinstance(why, GpumemError):
                 raise
             ended = ended_early(why)
-        return Ladder(now, tuple(rungs), splits, ended, apply)
+        workload = self._training.workload
+        return Ladder(now, tuple(rungs), splits, workload.blocks if workload else 0, ended, apply)
 
     def _below(
         self,
