@@ -120,7 +120,7 @@ class Values:
             "draws": facts.draws,
             "columns": facts.columns == "dict" or facts.eval_form == "dict",
             "moves": self._batches.moves(),
-            "with_loss": ddp and own and (facts.loss == "batch" or facts.criterion_weights),
+            "with_loss": self._with_loss(),
             "guarded": source.saves,
             "prepares": source.prepares,
             "own_device": self._own_device(),
@@ -140,8 +140,15 @@ class Values:
             or settings.lr_scaling == "sqrt",
             "os": ddp or self._variables(),
             "numpy": True,
-            "nn": not own or (ddp and (facts.loss == "batch" or facts.criterion_weights)),
+            "nn": not own or self._with_loss(),
         }.items()
+
+    def _with_loss(self) -> bool:
+        """Return whether DistributedDataParallel gets model and loss as one: it looks for weights in tensors alone."""
+        chunked = self._settings.loss_head == "chunked" and self._facts.loss == "outputs"
+        return (
+            self._order.ddp and self._own and (self._facts.loss == "batch" or self._facts.criterion_weights or chunked)
+        )
 
     def all(self, flags: frozenset[str]) -> dict[str, str]:
         """By name."""

@@ -107,6 +107,12 @@ def test_what_is_left_out_in_some_steps_is_looked_for_in_each() -> None:
     assert "find_unused_parameters" not in written(Settings(), absent=("extra.weight",))
 
 
+def test_distributed_data_parallel_sees_the_loss_where_logits_come_in_parts() -> None:
+    facts: dict[str, Any] = {"head": "head", "sometimes": ("extra.weight",)}
+    assert "ddp(batch)" in written(Settings(loss_head="chunked"), **facts)
+    assert "ddp(batch[0])" in written(Settings(), **facts)
+
+
 def test_variables_of_horovod_are_those_of_the_settings_and_of_the_start() -> None:
     started = {"HOROVOD_FUSION_THRESHOLD": "16777216", "HOROVOD_CYCLE_TIME": "5"}
     own = replace(OWN, kind="cells")
