@@ -362,9 +362,9 @@ class Values:
 
 
 def _of_logits() -> str:
-    """Return what ranks run, without its imports and marks for type checkers."""
+    """Return what ranks run, without its imports and marks for checkers."""
     code = files(__package__.partition(".")[0]).joinpath("engine", "replay", "logits.py").read_text(encoding="utf-8")
-    return re.sub(r"  # type: ignore.*", "", code[code.index("\nPARTS = ") :])
+    return re.sub(r"  # (type: ignore|noqa).*", "", code[code.index("\nPARTS = ") :])
 
 
 def _calls_of_blocks(count: int, mode: str) -> Iterator[str]:

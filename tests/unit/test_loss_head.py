@@ -82,6 +82,14 @@ def of_next(logits: Any, targets: Tensor) -> Tensor:
     return cross_entropy(shifted, targets[..., 1:].reshape(-1), reduction="sum") / 7
 
 
+def with_a_bias_that_moves(logits: Any, targets: Tensor) -> Tensor:
+    """As models balance classes by a buffer, which forward changes after it was used."""
+    bias = PER_WORD.clone()
+    moved = logits + bias
+    bias.mul_(-3)
+    return cross_entropy(moved.flatten(0, 1), targets.flatten())
+
+
 LOSSES: dict[str, Loss] = {
     "flat": lambda logits, targets: cross_entropy(logits.view(-1, WORDS), targets.view(-1)),
     "last unknown": lambda logits, targets: cross_entropy(logits.reshape(5 * 13, -1), targets.view(-1)),
@@ -101,6 +109,16 @@ LOSSES: dict[str, Loss] = {
     "with a bias": lambda logits, targets: cross_entropy((logits + PER_WORD[None]).flatten(0, 1), targets.flatten()),
     "some": lambda logits, targets: cross_entropy(logits[targets != -100], targets[targets != -100]),
     "the last": lambda logits, targets: cross_entropy(logits[:, -1], targets[:, -1]),
+    "one by one": lambda logits, targets: (
+        torch.stack([cross_entropy(*one) for one in zip(logits, targets, strict=True)]).sum() / len(logits)
+    ),
+    "of what has no logits": lambda logits, targets: cross_entropy(
+        (logits.logits if hasattr(logits, "logits") else logits).flatten(0, 1), targets.flatten()
+    ),
+    "bytes": lambda logits, targets: cross_entropy(
+        logits.flatten(0, 1), targets.clamp(min=0).byte().flatten(), PER_WORD
+    ),
+    "with a bias that moves": with_a_bias_that_moves,
     "another ignored": lambda logits, targets: cross_entropy(
         logits.flatten(0, 1), targets.clamp(min=0).flatten(), ignore_index=0
     ),
@@ -198,7 +216,18 @@ def test_hugging_face_models_with_their_own_loss(name: str, items: int | None) -
     alike(run("chunked"), run("full"), 2e-5)
 
 
+def without_gradient(logits: Any, targets: Tensor) -> Tensor:
+    with torch.no_grad():
+        rows = logits.flatten(0, 1)
+    return cross_entropy(rows, targets.flatten())
+
+
 REFUSED: dict[str, Loss] = {
+    "values without a gradient": without_gradient,
+    "cross_entropy with these arguments": lambda logits, targets: cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="average"
+    ),
+    "reshape": lambda logits, targets: cross_entropy(logits.view(torch.int32).float().flatten(0, 1), targets.flatten()),
     "log_softmax": lambda logits, targets: functional.nll_loss(
         functional.log_softmax(logits, -1).flatten(0, 1), targets.flatten()
     ),

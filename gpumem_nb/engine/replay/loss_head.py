@@ -88,6 +88,6 @@ class ChunkedHead:
                 "loss_head=full, or name the layer that forward calls in Workload(head=...)."
             )
 
-    def _forward(self, hidden: Tensor) -> Any:
+    def _forward(self, input: Tensor) -> Any:
         self._made = True
-        return logits_of(self._head, hidden)
+        return logits_of(self._head, input)
