@@ -137,6 +137,11 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether backward of this module calls hooks of its own."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return what ``torch.compile`` was applied to; any other module itself."""
     inside: nn.Module = getattr(module, "_orig_mod", module)

@@ -102,6 +102,11 @@ def test_a_loss_that_needs_logits_goes_back_and_small_logits_are_refused(
     with pytest.raises(TrainingFailed, match=r"asks for their log_softmax(.|\n)*went back to loss_head=full"):
         session.train(2)
     assert session.settings.loss_head == "full"
+    session.run("net.head.register_full_backward_hook(lambda *_: None)")
+    session.set(loss_head="chunked")
+    with pytest.raises(TrainingFailed, match=r"in the forward part of the step: .* a backward hook of a Linear"):
+        session.train(1)
+    assert session.settings.loss_head == "full"
     session.train(1)
     fresh(two_ranks, "digits-resnet", width=8, depth=1, resolution=8)
     with pytest.raises(InvalidInput, match="loss_head=chunked frees nothing here"):

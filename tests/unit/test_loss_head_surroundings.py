@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gpumem_nb.shared.errors import WorkloadError
-from tests.unit.test_loss_head import LOSSES, PER_WORD, WORDS, Loss, Model, alike, taken
+from tests.unit.test_loss_head import LOSSES, PER_WORD, WIDTH, WORDS, Loss, Model, alike, batch, recomputing, taken
 
 
 class OwnAutocast(Model):
@@ -108,3 +110,46 @@ def test_a_layer_s_input_that_changes_before_the_loss_is_refused() -> None:
     assert taken(model, LOSSES["flat"], "full")
     with pytest.raises(WorkloadError, match="the input of the layer was changed in place"):
         taken(model, LOSSES["flat"], "chunked")
+
+
+def test_what_else_changes_the_head_is_refused() -> None:
+    hooked, replaced = Model(), Model()
+    for one in (hooked, hooked.head):
+        handle = one.register_full_backward_pre_hook(lambda *_: None)
+        with pytest.raises(WorkloadError, match=r"a backward hook of a (Model|Linear) that returns logits"):
+            taken(hooked, LOSSES["flat"], "chunked")
+        handle.remove()
+    taken(hooked, LOSSES["flat"], "chunked")
+    vars(replaced.head)["forward"] = replaced.layers[0].forward
+    with pytest.raises(WorkloadError, match="something else has replaced that already"):
+        taken(replaced, LOSSES["flat"], "chunked")
+    assert "forward" in vars(replaced.head)
+
+
+def test_a_copy_made_inside_of_a_step_gives_whole_logits() -> None:
+    model = Model()
+    parts = recomputing(model)
+    parts.set_loss_head("chunked")
+    words, _ = batch()
+    whole = model(words)
+    with parts.on():
+        for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(one(words), whole)
+            one.head.weight.data.zero_()
+            assert torch.equal(one(words)[0, 0], one.head.bias), "by its own weight"
+        assert not isinstance(model(words), Tensor)
+
+
+def test_a_head_that_a_cell_replaced_is_found_again() -> None:
+    model = Model()
+    parts = recomputing(model)
+    parts.set_loss_head("chunked")
+    model.head = nn.Linear(WIDTH, WORDS)
+    parts.set_loss_head("chunked")
+    words, targets = batch()
+    with parts.on():
+        LOSSES["flat"](model(words), targets).backward()
+        parts.finished()
+    del model.head, model.layers
+    with pytest.raises(WorkloadError, match="this is a model without one"):
+        parts.set_loss_head("chunked")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...internals.torch_internals import is_compiled, uncompiled
+from ...internals.torch_internals import has_backward_hooks, is_compiled, uncompiled
 from ...shared.errors import WorkloadError
-from .logits import WholeLogitsNeeded, logits_of
+from .logits import Logits, WholeLogitsNeeded, logits_of
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
@@ -53,6 +54,7 @@ class ChunkedHead:
                     "loss_head=full."
                 )
         self._head = head
+        self._around = [one for one in model.modules() if any(part is head for part in one.modules())] or [head]
         self._made = False
 
     @contextmanager
@@ -60,12 +62,19 @@ class ChunkedHead:
         """Have it give logits in parts inside.
 
         Raises:
-            WorkloadError: the loss needs them whole.
+            WorkloadError: the loss needs them whole, or something else changes what the layer does.
         """
         if "forward" in vars(self._head):
-            yield
-            return
-        self._head.forward = self._forward  # type: ignore[assignment, method-assign]
+            raise WorkloadError(
+                "loss_head=chunked takes the place of the head's forward, and something else has replaced that "
+                "already. Use loss_head=full, or delete the head's own attribute forward."
+            )
+        for module in filter(has_backward_hooks, self._around):
+            raise WorkloadError(
+                f"loss_head=chunked never has the gradient of the logits whole, and a backward hook of a "
+                f"{type(module).__name__} that returns logits asks for it. Use loss_head=full, or remove the hook."
+            )
+        self._head.forward = _Forward(self._head, self._called)  # type: ignore[assignment, method-assign]
         try:
             yield
         except WholeLogitsNeeded as error:
@@ -88,6 +97,19 @@ class ChunkedHead:
                 "loss_head=full, or name the layer that forward calls in Workload(head=...)."
             )
 
-    def _forward(self, input: Tensor) -> Any:
+    def _called(self) -> None:
         self._made = True
+
+
+class _Forward:
+    """Takes the place of a head's ``forward``; a copy of that head, also one that was pickled, gives whole logits."""
+
+    def __init__(self, head: nn.Linear, called: Callable[[], None]) -> None:
+        self._head, self._called = head, called
+
+    def __call__(self, input: Tensor) -> Logits:
+        self._called()
         return logits_of(self._head, input)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (nn.Linear.forward, self._head)  # which is read without this package

@@ -53,15 +53,12 @@ class Recomputing:
         self._mode = mode
 
     def set_loss_head(self, how: str) -> None:
-        """Have logits whole, or in parts.
+        """Have logits whole, or in parts; a head that came into the model since the last time is found.
 
         Raises:
-            WorkloadError: the model has no head that gives them in parts; they are whole then.
+            WorkloadError: the model has no head that gives them in parts; they stay as they were then.
         """
-        if how == "full":
-            self._chunked = None
-        elif self._chunked is None:
-            self._chunked = ChunkedHead(self._model, self.head)
+        self._chunked = None if how == "full" else ChunkedHead(self._model, self.head)
 
     @property
     def applied(self) -> dict[str, str]:

@@ -225,8 +225,11 @@ class LiveModel:
     def refuse_strangers(self) -> None:
         """Weights that came into the model meanwhile must be trained, or frozen; others must have their old shapes.
 
+        A head that came is made to give logits as the knob says.
+
         Raises:
-            WorkloadError: naming the first that no optimizer has, one of another shape, or a ``SyncBatchNorm``.
+            WorkloadError: naming the first that no optimizer has, one of another shape, a ``SyncBatchNorm``, or a head
+                that does not go with the knob.
         """
         for part in self.parts.named.values():
             check_modules(part)
@@ -243,6 +246,7 @@ class LiveModel:
                     f"{name} came into the model after it was attached, and no optimizer trains it. Add it with "
                     "optimizer.add_param_group({'params': [...]}) on all ranks, or attach the model again."
                 )
+        self.recomputing.set_loss_head(self.settings.loss_head)
 
     def sparse_places(self) -> list[int]:
         """Return the places in :attr:`parameters` of tables whose gradients are sparse."""

@@ -246,8 +246,8 @@ class Stepper:
         settings, scaler = self._live.settings, self._live.scaler
         device = self._device.torch_device
         total = torch.zeros((), dtype=torch.float32, device=device)
-        self._begin(DATA)
         with self._live.recomputing.on(), updates_refused(), interruptible():
+            self._begin(DATA)
             batches = iter(self._items.batches())
             for index in range(settings.accumulation_steps):
                 batch = next(batches)  # no loop over them, which would hold what was copied
