@@ -120,6 +120,16 @@ def test_live_bytes_are_those_of_a_real_step() -> None:
     assert str(predicted).startswith("live peak")  # nobody named what it could fit
 
 
+@pytest.mark.parametrize(("optimizer", "default"), [("adafactor", "loop"), ("adamw", "foreach")])
+def test_an_optimizer_s_default_is_what_torch_takes_on_a_gpu(optimizer: str, default: str) -> None:
+    found = {
+        way: predict(workload(perceptron), batch_size=1, optimizer=optimizer, optimizer_impl=way).live_peak_bytes
+        for way in ("default", "loop", "foreach")
+    }
+    assert found["loop"] < found["foreach"]
+    assert found["default"] == found[default]
+
+
 @pytest.mark.parametrize(("table", "row_id"), [("transformers", "tf_064"), ("transformers", "tf_129")])
 def test_published_peaks_are_met(table: str, row_id: str) -> None:
     row = next(row for row in published.rows(table) if row["row_id"].endswith(row_id))

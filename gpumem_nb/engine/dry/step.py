@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 
 from ...internals.fake_internals import fake_mode, fake_weights_converted_in_place, refused_operator, stand_in
 from ...memory.ledger.recorder import Recorder
@@ -163,7 +163,7 @@ class DryStep:
             optimizers.set_implementation(optimizer, settings.optimizer_impl)
         else:
             optimizer = optimizers.build(self._parts.parameters(), settings)
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if not isinstance(optimizer, Adafactor) else ():  # whose default is a loop
             # torch's own choice for parameters on a GPU: torch/optim/optimizer.py, _default_to_fused_or_foreach.
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
