@@ -21,6 +21,8 @@ def test_what_a_workload_lacks_is_refused_by_name() -> None:
         compatibility.check(Settings(optimizer="own"), PLAIN, 2)
     with pytest.raises(InvalidInput, match="batch_size × accumulation_steps up to 50"):
         compatibility.check(Settings(batch_size=51), PLAIN, 2)
+    with pytest.raises(InvalidInput, match=r"no torch.nn.Linear with more outputs than inputs makes .* plain"):
+        compatibility.check(Settings(loss_head="chunked"), PLAIN, 2)
     compatibility.check(Settings(optimizer="own", batch_size=50), OWN, 2)
 
 

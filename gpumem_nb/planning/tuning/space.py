@@ -24,7 +24,7 @@ TUNABLE = (*TUNED, "optimizer")
 """What a few steps that are undone can tell of; autotune takes care of how gradients travel."""
 _ONLY_VALUE = {
     "checkpointing": "the model has no blocks to compute again (Workload(blocks=...) would name some)",
-    "loss_head": "the last linear layer has no more outputs than inputs, so logits are small",
+    "loss_head": "no linear layer with more outputs than inputs makes the logits",
     **dict.fromkeys(SPLIT, "one sample of a step on each rank cannot be split (those of a larger global batch can)"),
 }
 Ask = Callable[[Mapping[str, Any]], Settings]

@@ -79,8 +79,8 @@ def _small_logits(value: str, workload: WorkloadInfo | None) -> str:
     if value == "full" or workload is None or workload.logits:
         return ""
     return (
-        f"loss_head={value} frees nothing here: the last torch.nn.Linear of {workload.name} has no more outputs than "
-        "inputs, so its logits are small. Use loss_head=full; Workload(head=...) names another layer."
+        f"loss_head={value} frees nothing here: no torch.nn.Linear with more outputs than inputs makes the logits of "
+        f"{workload.name}. Use loss_head=full, or name the layer that does in Workload(head=...)."
     )
 
 
