@@ -261,7 +261,7 @@ def test_what_has_no_such_head_is_refused() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) * 2
 
-    for head, kind in ((nn.Conv1d(4, 4, 1), "model without one"), (Scaled(4, 8), "Scaled")):
+    for head, kind in ((nn.Conv1d(4, 4, 1), "model without one"), (Scaled(4, 8), f"Scaled of {__name__}")):
         with pytest.raises(WorkloadError, match=f"this is a {kind}. Use loss_head=full, or name"):
             recomputing(nn.Sequential(head)).set_loss_head("chunked")
     unused = recomputing(model := Model(), lambda one: nn.Linear(4, 8))

@@ -40,7 +40,7 @@ class ChunkedHead:
     """
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
-        kind = "model without one" if head is None else type(head).__name__
+        kind = "model without one" if head is None else f"{type(head).__name__} of {type(head).__module__}"
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise WorkloadError(
                 f"loss_head=chunked computes the loss from the input of the last torch.nn.Linear; this is a {kind}. "
