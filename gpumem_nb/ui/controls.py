@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _KNOBS = "gpumem-knobs"
-_HEADINGS = {"more": "Update, learning rate and data", COMMUNICATION_FOLD: "Communication"}
+_HEADINGS = {"more": "Loss, update, learning rate and data", COMMUNICATION_FOLD: "Communication"}
 _AUTOTUNE = RULES["autotune"]
 NOTHING_LOADED = "Load a workload first: %hvd_load digits-resnet"
 

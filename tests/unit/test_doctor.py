@@ -35,7 +35,7 @@ from tests.ledgers import MIB, info, reading, sample
 ROOT = Path(__file__).parents[2]
 LIMIT = 1000 * MIB
 DEFAULT = Settings()
-LOADED = WorkloadInfo("net", 1, 4, 100_000, blocks=4, logits=True)
+LOADED = WorkloadInfo("net", 1, 4, 100_000, blocks=4)
 LEAK = Leak(
     1, 50, 10 * MIB, 400 * MIB, MIB, (4, 4), "torch.float32", "a.py:3 in f", "kept", "the variable `kept`", "Fix."
 )

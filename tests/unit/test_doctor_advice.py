@@ -33,7 +33,7 @@ from gpumem_nb.shared.questions import ModelFacts, SeenSamples, SyncLook, Tensor
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import FORWARD, UPDATE, StepTimes
 from tests.ledgers import MIB, info, reading
-from tests.unit.test_doctor import LEAK, LIMIT, causes, evidence, prediction, ran_out, rank
+from tests.unit.test_doctor import LEAK, LIMIT, LOADED, causes, evidence, prediction, ran_out, rank
 from tests.unit.test_doctor_asks import Session
 from tests.unit.test_one_rank import alone as alone  # a fixture
 from tests.unit.test_questions import gpu as gpu  # a fixture
@@ -102,7 +102,8 @@ def test_eager_attention_is_named_where_its_scores_matter_and_sdpa_is_what_to_ty
 
 def test_logits_are_named_where_they_fill_a_scarce_limit() -> None:
     ranks = (rank(0, facts=ModelFacts(logits=(2048, 50_000))),)
-    named = findings(evidence(ranks=ranks, needs=prediction(live=870)))
+    language = dataclasses.replace(LOADED, logits=True)
+    named = findings(evidence(ranks=ranks, needs=prediction(live=870), workload=language))
     [found] = [one for one in named if one.cause == "logits dominate"]
     assert "2,048×50,000 logits, 390.6 MiB" in found.sentence
     assert "loss_head=chunked" in found.do

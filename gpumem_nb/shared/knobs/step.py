@@ -97,7 +97,7 @@ LOSS_HEAD = Knob(
         "full": "logits of all tokens lie in memory, and their gradients beside them",
         "chunked": "logits of a sixteenth of the tokens do; backward computes each part again",
     },
-    short="head ",
+    short="logits ",
     moves={ACTIVATIONS: SOME, TEMPORARIES: HALF},
     mathematics=KEEPS_TO_ROUNDING,
     apply=lambda live, settings: live.recomputing.set_loss_head(settings.loss_head),
