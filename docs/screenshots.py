@@ -124,7 +124,7 @@ def out_of_memory(studio: Studio) -> None:
     with studio.panel(2) as panel:
         _train(panel)
         panel.choose(*TOO_LARGE)
-        expect(panel.alert).to_contain_text("would have fit: ")
+        expect(panel.alert).to_contain_text("would have fit")
         panel.wait_for_steps(2)
         studio.picture(panel, "out-of-memory")
 
