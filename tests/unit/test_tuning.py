@@ -277,6 +277,15 @@ def test_models_without_blocks_are_not_checkpointed() -> None:
     assert {one.checkpointing for one in choice.candidates} == {"none"}
 
 
+def test_logits_in_parts_are_chosen_from_where_that_is_asked_for_and_there_are_some() -> None:
+    language = replace(WORKLOAD, logits=True)
+    assert {one.loss_head for one in space_of(Settings(), language).candidates} == {"full"}
+    named = space_of(Settings(), language, knobs=["loss_head", "batch_size"])
+    assert {one.loss_head for one in named.candidates} == {"full", "chunked"}
+    with pytest.raises(InvalidInput, match=r"loss_head has no other value.*no linear layer with more outputs"):
+        space_of(Settings(), WORKLOAD, knobs=["loss_head"])
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

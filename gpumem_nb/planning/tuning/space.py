@@ -18,9 +18,9 @@ from ...shared.workload import Splits, WorkloadInfo
 
 SPLIT = (BATCH_SIZE.name, ACCUMULATION_STEPS.name)
 """Knobs that change together only, because their product is the samples of a step on one rank."""
-TUNED = ("precision", "checkpointing", "loss_head", *SPLIT, "optimizer_impl")
+TUNED = ("precision", "checkpointing", *SPLIT, "optimizer_impl")
 """The knobs that are tuned if none are named."""
-TUNABLE = (*TUNED, "optimizer")
+TUNABLE = (*TUNED, "loss_head", "optimizer")
 """What a few steps that are undone can tell of; autotune takes care of how gradients travel."""
 _ONLY_VALUE = {
     "checkpointing": "the model has no blocks to compute again (Workload(blocks=...) would name some)",
