@@ -58,11 +58,6 @@ class SmallSteps:
         """Return the step of that very size, if it is one of these."""
         return next((trace for trace in self.traces if trace.batch_size == batch_size), None)
 
-    def at(self, batch_size: int) -> Trace | None:
-        """Return a step of that size, recorded or continued; ``None`` where only peaks are."""
-        recorded = self.recorded_at(batch_size)
-        return self.continued(batch_size) if recorded is None and self.how != BY_PEAKS else recorded
-
     def first(self, trace: Trace) -> Trace:
         """Return one of these steps, or one that was continued, as the first: its update makes the optimizer's state.
 
@@ -181,11 +176,11 @@ def forecast(
         allowed_bytes: of which it collects garbage above a share, which is no less where other processes have taken a
             part of the device; 0 for never, ``None`` for the limit.
     """
-    trace = steps.at(batch_size)
-    if trace is None:
+    recorded = steps.recorded_at(batch_size)
+    if recorded is None and steps.how == BY_PEAKS:
         found = _by_peaks(steps, batch_size, limit_bytes, allocator, allowed_bytes)
     else:
-        how = steps.how if steps.recorded_at(batch_size) is None else RECORDED
+        how, trace = (steps.how, steps.continued(batch_size)) if recorded is None else (RECORDED, recorded)
         found = _of(trace, limit_bytes, how, allocator, allowed_bytes, steps.first(trace))
     return replace(found, how=VARYING) if steps.varies else found
 

@@ -52,8 +52,6 @@ class Workload:
         optimizer: ``optimizer(params)`` returns the workload's own optimizer, chosen with ``optimizer=own``.
         blocks: returns the modules that activation checkpointing wraps, in the order in which forward calls them;
             without it the repeated blocks of the model are found automatically.
-        head: returns the ``torch.nn.Linear`` that makes the logits, whose cross-entropy ``loss_head=chunked`` computes
-            in parts; without it the model's output embeddings are taken, or its last linear layer.
         scheduler: ``scheduler(optimizer)`` returns the learning-rate scheduler of the workload's own optimizer (one of
             ``torch.optim.lr_scheduler``), which with ``lr_schedule=own`` goes on with every step done with that.
         eval_data: returns what the model is validated on, a map-style dataset or a ``DataLoader`` of one, of which the
@@ -62,6 +60,8 @@ class Workload:
             a number, or a dict of numbers by name. They are averaged over micro-batches and ranks, weighted by samples,
             so they must be means over samples: an accuracy is one, an F1 score or an area under a curve is not.
         adopted: what it was taken of, where a trainer was attached.
+        head: returns the ``torch.nn.Linear`` that makes the logits, whose cross-entropy ``loss_head=chunked`` computes
+            in parts; without it the model's output embeddings are taken, or its last linear layer.
 
     It travels to the ranks by cloudpickle, so classes and functions defined in a notebook work.
     """
@@ -72,11 +72,11 @@ class Workload:
     loss: Callable[[Any, Any], torch.Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     blocks: Callable[[Any], list[torch.nn.Module]] | None = None
-    head: Callable[[Any], torch.nn.Module] | None = None
     scheduler: Callable[[Any], torch.optim.lr_scheduler.LRScheduler] | None = None
     eval_data: Callable[[], Any] | None = None
     metric: Callable[[Any, Any], Any] | None = None
     adopted: Adopted | None = None
+    head: Callable[[Any], torch.nn.Module] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,6 +276,15 @@ def test_what_has_no_such_head_is_refused() -> None:
         compiled.set_loss_head("chunked")
 
 
+def test_workloads_that_are_made_by_position_mean_what_they_meant() -> None:
+    parts: list[Any] = [
+        lambda *_, part=part: part for part in ("model", "data", "loss", "optimizer", "blocks", "scheduler")
+    ]
+    workload: Any = Workload
+    made = workload("mine", *parts)
+    assert (made.blocks(None), made.scheduler(None), made.head) == ("blocks", "scheduler", None)
+
+
 def test_a_named_head_is_taken_and_small_logits_are_not_worth_it() -> None:
     model = nn.Sequential(nn.Linear(4, 40), nn.Linear(40, 4))
     assert not recomputing(model).has_logits
