@@ -108,6 +108,7 @@ def test_logits_are_named_where_they_fill_a_scarce_limit() -> None:
     assert "2,048×50,000 logits, 390.6 MiB" in found.sentence
     assert "loss_head=chunked" in found.do
     assert found.candidates[0] == {"loss_head": "chunked"}
+    assert found.candidates.count({"loss_head": "chunked"}) == 1
     assert {"batch_size": 16, "accumulation_steps": 2} in found.candidates
     assert "logits dominate" not in causes(ranks=ranks), "there is room"
     few = (rank(0, facts=ModelFacts(logits=(2048, 1000))),)

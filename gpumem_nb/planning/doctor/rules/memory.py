@@ -182,7 +182,7 @@ def logits(evidence: Evidence) -> Finding | None:
         "gradient.",
         {"logits_bytes": size, **evidence.live_peak(peak.bytes), "limit_bytes": needs.limit_bytes},
         do=ON_SOME_ROWS,
-        candidates=(*in_parts, *evidence.lighter(c.ACTIVATIONS, peak.phase)),
+        candidates=(*in_parts, *(one for one in evidence.lighter(c.ACTIVATIONS, peak.phase) if one not in in_parts)),
         wants=LESS,
     )
 
