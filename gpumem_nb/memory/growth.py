@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,14 @@ _WITH_WEIGHTS = [CODE[category] for category in (PARAMETERS, OPTIMIZER_STATE, GR
 _SHORT = [CODE[category] for category in (TEMPORARIES, INSIDE_OPERATORS)]
 
 
-def of_a_block(trace: Trace, blocks: Sequence[str], weights_share: float) -> int:
+class Blocks(NamedTuple):
+    """The repeated blocks of a model: their names, and the part of all weights that one of them has in the mean."""
+
+    names: Sequence[str]
+    weights_share: float
+
+
+def of_a_block(trace: Trace, blocks: Blocks) -> int:
     """Return by how many bytes a step's live peak grows at most for each block more, like those that there are.
 
     A block has its share of the weights, of their gradients and state, and of what the update takes for a moment; and
@@ -32,20 +40,20 @@ def of_a_block(trace: Trace, blocks: Sequence[str], weights_share: float) -> int
 
     Args:
         trace: one recorded step, or one that was continued from two.
-        blocks: names of those that there are.
-        weights_share: the part of all weights that one of them has, in the mean.
+        blocks: those that there are.
     """
     place = np.abs(trace.event) - 1
-    inside = [any(f"{name}.".startswith(f"{block}.") for block in blocks) for name in trace.modules]
+    inside = [any(f"{name}.".startswith(f"{block}.") for block in blocks.names) for name in trace.modules]
     of_blocks = np.zeros(len(trace.size), dtype=np.bool_)
     of_blocks[place[(trace.event > 0) & np.array(inside, dtype=np.bool_)[trace.module]]] = True
     category, update = trace.category[place], trace.phase == _number(trace, UPDATE)
     kept = of_blocks[place] & (category == CODE[ACTIVATIONS])
     with_weights = np.isin(category, _WITH_WEIGHTS) | (np.isin(category, _SHORT) & update)
     before = trace.size[trace.before & np.isin(trace.category, _WITH_WEIGHTS)].sum()
-    of_activations = np.cumsum(np.where(kept, trace.change, 0)) / len(blocks)
+    of_activations = np.cumsum(np.where(kept, trace.change, 0)) / len(blocks.names)
     of_weights = before + np.cumsum(np.where(with_weights, trace.change, 0))
-    most: int = math.ceil(max([before * weights_share, *(of_activations + weights_share * of_weights)]))
+    share = blocks.weights_share
+    most: int = math.ceil(max([before * share, *(of_activations + share * of_weights)]))
     return most
 
 

@@ -26,6 +26,7 @@ from ..shared.categories import (
     TEMPORARIES,
 )
 from ..shared.forecast import BY_OPERATORS, BY_PEAKS, BY_PEAKS_AT_MOST, RECORDED, SCALED, VARYING, Forecast
+from .growth import Blocks, of_a_block
 from .ledger.trace import CODE, Ints, Trace
 from .virtual_gpu.gpu import replay
 
@@ -165,6 +166,8 @@ def forecast(
     limit_bytes: int | None,
     allocator: AllocatorSettings | None = None,
     allowed_bytes: int | None = None,
+    *,
+    blocks: Blocks | None = None,
 ) -> Forecast:
     """Return what a step needs at this batch size.
 
@@ -175,6 +178,7 @@ def forecast(
         allocator: how the caching allocator is set; ``None`` for as it is.
         allowed_bytes: of which it collects garbage above a share, which is no less where other processes have taken a
             part of the device; 0 for never, ``None`` for the limit.
+        blocks: of the model, if it is asked what one more would take.
     """
     recorded = steps.recorded_at(batch_size)
     if recorded is None and steps.how == BY_PEAKS:
@@ -182,6 +186,7 @@ def forecast(
     else:
         how, trace = (steps.how, steps.continued(batch_size)) if recorded is None else (RECORDED, recorded)
         found = _of(trace, limit_bytes, how, allocator, allowed_bytes, steps.first(trace))
+        found = replace(found, block_bytes=of_a_block(trace, blocks)) if blocks else found
     return replace(found, how=VARYING) if steps.varies else found
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ...memory.device import Device, leaving_no_cache
-from ...memory.growth import of_a_block
+from ...memory.growth import Blocks
 from ...memory.ledger.trace import Trace
 from ...memory.prediction import SmallSteps, forecast, largest
 from ...memory.tensors import tensors_in
@@ -338,23 +338,22 @@ class Trials:
         if steps is None:
             return Forecasts(steps_done, reading, seconds, limit, failure=failure, failed_batch=failed_batch)
         allowed = self._device.allowed_bytes
-        each = ((forecast(steps, size, limit, None, allowed), self._of_a_block(steps, size)) for size in batch_sizes)
-        of = tuple(replace(one, block_bytes=of_a_block) for one, of_a_block in each)
+        blocks = self._blocks()
+        of = tuple(forecast(steps, batch_size, limit, None, allowed, blocks=blocks) for batch_size in batch_sizes)
         sure = likely = 0
         if most:
             sure, likely = (largest(steps, limit, most, allowed, certain) for certain in (True, False))
         return Forecasts(steps_done, reading, seconds, limit, of, sure, likely, update_undone=self._not_foreseen)
 
-    def _of_a_block(self, steps: SmallSteps, batch_size: int) -> int | None:
-        """Return what one block more would take of a step's peak, where blocks are known and the step is."""
+    def _blocks(self) -> Blocks | None:
         live = self._trainer.live
-        trace, blocks = steps.at(batch_size), live.recomputing.blocks
-        if trace is None or not blocks:
+        blocks = live.recomputing.blocks
+        if not blocks:
             return None
         names = {id(module): name for name, module in live.model.named_modules()}
         mine = {id(param): param.nbytes for block in blocks for param in block.parameters()}
         share = sum(mine.values()) / len(blocks) / max(1, sum(param.nbytes for param in live.parts.parameters()))
-        return of_a_block(trace, [names.get(id(block), "") for block in blocks], share)
+        return Blocks([names.get(id(block), "") for block in blocks], share)
 
     def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[SmallSteps | None, Failure | None, int]:
         """Take one step of each size, undone, and return what they allocated, or what failed here and at which size."""
