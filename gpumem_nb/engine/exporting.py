@@ -27,6 +27,7 @@ from .data.stream import ShardedStream, Stream
 from .link import horovod
 from .link import settings as link_settings
 from .random_state import set_aside
+from .replay.operators import Kept
 from .step.optimizers import beside_state
 from .step.own_loss import OwnLoss, labels_counted
 from .step.parts import CRITERION, LOOSE, as_given, in_groups
@@ -94,6 +95,7 @@ def _facts(trainer: Trainer) -> Facts:
         norms=any(buffers_by_name(norm) for block in live.recomputing.blocks for norm in batch_norms(block)),
         changed_by_blocks=None if live.recomputing.changed is None else next(iter(live.recomputing.changed), ""),
         blocks=tuple(modules.get(id(block), "") for block in live.recomputing.blocks),
+        kept=tuple(map(_calls_by_name, live.recomputing.kept)),
         head=modules.get(id(live.recomputing.head), ""),
         cache=any(hasattr(getattr(module, "config", None), "use_cache") for module in live.model.modules()),
         rate=live.learning_rate,
@@ -105,6 +107,15 @@ def _facts(trainer: Trainer) -> Facts:
         torch=str(torch.__version__),
         horovod=horovod.VERSION,
     )
+
+
+def _calls_by_name(kept: Kept) -> dict[str, list[int]]:
+    """Return calls of operators by name, but for those that others write to an end in place: torch keeps no such."""
+    found: dict[str, list[int]] = {}
+    for (name, number), finished_by in kept.items():
+        if not finished_by:
+            found.setdefault(name, []).append(number)
+    return {name: sorted(found[name]) for name in sorted(found)}
 
 
 def _kept_beside(optimizer: Optimizer) -> tuple[str, ...]:

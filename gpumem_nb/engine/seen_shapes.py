@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..internals.torch_internals import TorchDispatchMode, in_backward
+from ..internals.torch_dispatch_internals import TorchDispatchMode
+from ..internals.torch_internals import in_backward
 
 _PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _SCORES, _LOGITS = "aten::_softmax", "aten::_log_softmax"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, sqrt
 
 from .order import Order, quoted
@@ -169,12 +169,35 @@ def wrapped(opening: str, options: list[str], indent: int, close: str = ")") -> 
     yield close
 
 
+_AGAIN = (
+    "    again = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)",
+    "    block.forward = functools.partial(again, block.forward)",
+)
 _NUMBERED = re.compile(r"(.*)\.(\d+)")
 
 
 def segment_length(blocks: int, mode: str) -> int:
     """Return how many blocks are recomputed together."""
     return ceil(sqrt(blocks)) if mode == "sqrt" else 1
+
+
+Calls = Mapping[str, Sequence[int]]
+
+
+def selective(names: Sequence[str], norms: bool, kept: Sequence[Calls]) -> Iterator[str]:
+    """Lines that recompute these modules of ``model`` in backward, but for what these calls of operators gave."""
+    alike: dict[str, tuple[Calls, list[str]]] = {}
+    for name, calls in zip(names, kept, strict=True):
+        alike.setdefault(repr(calls), (calls, []))[1].append(name)
+    for calls, of in alike.values():
+        if not calls:
+            yield from checkpointed(of, norms, 1)
+            continue
+        yield f"for block in {_which(of)}:"
+        listed = [f"{quoted(name)}: {numbers}" for name, numbers in calls.items()]
+        yield from ("    " + line for line in wrapped("kept = {", listed, 4, "}"))
+        yield "    contexts = functools.partial(keeping, block, kept)"
+        yield from _AGAIN
 
 
 def checkpointed(names: Sequence[str], norms: bool, length: int) -> Iterator[str]:
@@ -188,8 +211,7 @@ def checkpointed(names: Sequence[str], norms: bool, length: int) -> Iterator[str
     yield f"for block in {_which(names)}:"
     if norms:
         yield "    contexts = functools.partial(once_in_statistics, block)"
-        yield "    again = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)"
-        yield "    block.forward = functools.partial(again, block.forward)"
+        yield from _AGAIN
     else:
         yield "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ..shared.errors import WorkloadError
 from ..shared.knobs import KNOBS
+from ..shared.knobs.step import checkpointing_of
 from ..shared.questions import Cell, Facts
 from ..shared.settings import OWN, Settings
 from ..shared.workload import Adopted
@@ -29,7 +30,7 @@ def check(settings: Settings, facts: Facts, own: bool, ddp: bool) -> None:
     Raises:
         WorkloadError: saying why, and what to do.
     """
-    for reason in (*_knobs(settings, ddp), *(_own(settings, facts, ddp) if own else ())):
+    for reason in (*_knobs(settings, ddp), *_kept(settings, facts), *(_own(settings, facts, ddp) if own else ())):
         raise WorkloadError(reason)
 
 
@@ -89,6 +90,12 @@ def _knobs(settings: Settings, ddp: bool) -> Iterator[str]:
             f"reduction=adasum of gradients that travel with compression={settings.compression} is what a plain script "
             "does not do. Set compression=none first, or reduction=average."
         )
+
+
+def _kept(settings: Settings, facts: Facts) -> Iterator[str]:
+    """Refusals about what blocks keep, which a step has shown."""
+    if checkpointing_of(settings) == "selective" and len(facts.kept) != len(facts.blocks):
+        yield f"{_AGAIN}: that shows what blocks keep under this budget."
 
 
 def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:

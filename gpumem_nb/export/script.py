@@ -9,9 +9,10 @@ from math import ceil
 from typing import Any
 
 from ..shared.knobs.communication import VARIABLES
+from ..shared.knobs.step import checkpointing_of
 from ..shared.settings import OWN
 from .imports import check_code, check_names, own_modules
-from .lines import Batches, checkpointed, in_parts, segment_length, wrapped
+from .lines import Batches, checkpointed, in_parts, segment_length, selective, wrapped
 from .order import MAKERS, PREPARED, ROLES, Order, quoted
 from .templating import render
 
@@ -59,6 +60,7 @@ class Values:
         self._settings, self._facts, self._source = order.settings, order.facts, order.source
         self._rank, self._size = _PARTS["ddp" if order.ddp else "hvd"]
         self._own = order.source.kind != "ready"
+        self._checkpointing = checkpointing_of(order.settings)
         self._batches = Batches(order)
         self.flags = frozenset(name for name, holds in self._conditions() if holds)
 
@@ -87,11 +89,12 @@ class Values:
             source.template: not own,
             "separable": source.separable,
             "dropout": dropout,
-            "checkpointing": settings.checkpointing != "none",
+            "checkpointing": self._checkpointing != "none",
+            "selective": self._checkpointing == "selective",
             "in_8_bits": settings.optimizer == "adamw8bit",
             "chunked": settings.loss_head == "chunked",
             "joined": own and self._together() > 1,
-            "statistics": own and settings.checkpointing != "none" and facts.norms,
+            "statistics": (own or self._checkpointing == "selective") and self._checkpointing != "none" and facts.norms,
             "amp": settings.precision != "fp32",
             "fp16": settings.precision == "fp16",
             "clip": settings.clip_norm is not None,
@@ -274,7 +277,7 @@ class Values:
     def _ready_made(self, flags: frozenset[str]) -> str:
         options = self._source.options
         count = options["depth"] * (2 if "digits" in flags else 1)
-        blocks = "\n".join(_calls_of_blocks(count, self._settings.checkpointing))
+        blocks = "\n".join(_calls_of_blocks(count, self._checkpointing))
         values = {"call_blocks": blocks, "dropout_argument": ", dropout" if "dropout" in flags else ""}
         return render(self._source.template, flags, values)
 
@@ -304,16 +307,19 @@ class Values:
     def _prepared(self) -> Iterator[str]:
         if self._settings.loss_head == "chunked":
             yield from in_parts(self._facts.head)
-        if self._own and self._settings.checkpointing != "none":
+        if self._checkpointing == "selective" or (self._own and self._checkpointing != "none"):
             if self._facts.cache:
                 yield "for module in model.modules():"
                 yield '    if getattr(getattr(module, "config", None), "use_cache", False):'
                 yield "        module.config.use_cache = False  # of generation: recomputation would add to it again"
-            yield from checkpointed(self._facts.blocks, self._facts.norms, self._together())
+            if self._checkpointing == "selective":
+                yield from selective(self._facts.blocks, self._facts.norms, self._facts.kept)
+            else:
+                yield from checkpointed(self._facts.blocks, self._facts.norms, self._together())
 
     def _together(self) -> int:
         """Return how many blocks of the user's own model are recomputed together."""
-        return segment_length(len(self._facts.blocks), self._settings.checkpointing)
+        return segment_length(len(self._facts.blocks), self._checkpointing)
 
     def _frozen(self) -> Iterator[str]:
         for name in self._facts.absent if self._own else ():
@@ -369,7 +375,7 @@ def _of_logits() -> str:
 
 def _calls_of_blocks(count: int, mode: str) -> Iterator[str]:
     length = segment_length(count, mode)
-    if mode == "none":
+    if mode in ("none", "selective"):  # of which each block is told
         yield "features = self.blocks(features)"
     elif length == 1:
         yield "for block in self.blocks:"

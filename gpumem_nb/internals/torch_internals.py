@@ -11,8 +11,7 @@
   and ``_sequence_nr`` of nodes (which of them it has come to), the stack of saved-tensor hooks,
   ``saved_tensors_hooks.__enter__`` (autograd asks the innermost hooks only), and that ``torch.func`` looks up
   ``disable_saved_tensors_hooks`` when it needs it.
-- Dispatch modes: ``TorchDispatchMode`` and the stack of them, and an operator's ``_schema``. Autocast's depth and
-  cache, and which operators it has rules for (``_dispatch_has_kernel_for_dispatch_key``).
+- Autocast's depth and cache, and which operators it has rules for (``_dispatch_has_kernel_for_dispatch_key``).
 - Optimizers: the dicts of step hooks, of one optimizer and of all (to hold hooks back and run them later),
   ``_step_supports_amp_scaling`` (whether a gradient scaler hands its scale to a fused kernel), and the attributes in
   which it does so.
@@ -51,8 +50,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 CHECKED_WITH = ("2.13.0",)
 
@@ -262,29 +259,11 @@ def leave_hooks() -> None:
     _autograd._pop_saved_tensors_default_hooks()
 
 
-def count_modes() -> int:
-    """Return how many dispatch modes are active on this thread."""
-    return len(_get_current_dispatch_mode_stack())
-
-
-def leave_mode() -> None:
-    """Leave the innermost dispatch mode, which was never left."""
-    _pop_mode()
-
-
 def leave_autocast() -> None:
     """Leave every autocast that was never left, and drop its copies of the weights."""
     for _ in range(torch.autocast_increment_nesting()):
         torch.autocast_decrement_nesting()
     torch.clear_autocast_cache()
-
-
-def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return which of the arguments of a call an operator writes into."""
-    told = operator._schema.arguments
-    given = {argument.name: value for argument, value in zip(told, args, strict=False)} | dict(kwargs)
-    names = [one.name for one in told if one.alias_info is not None and one.alias_info.is_write]
-    return [given[name] for name in names if name in given]
 
 
 @cache

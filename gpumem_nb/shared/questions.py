@@ -211,6 +211,8 @@ class Facts:
         changed_by_blocks: what else checkpointed blocks change when they run: the first of its names, or nothing;
             ``None`` before there was a step to see it in.
         blocks: names of those that checkpointing wraps.
+        kept: which calls of operators each of these keeps the results of, by name of the operator, with
+            ``checkpointing=selective``; nothing before a step was taken.
         head: name of the layer that makes logits; empty without one in the model.
         cache: whether the model has a configuration with a cache for generation.
         rate: of the optimizer's first group just now.
@@ -266,6 +268,7 @@ class Facts:
     norms: bool
     changed_by_blocks: str | None
     blocks: tuple[str, ...]
+    kept: tuple[dict[str, list[int]], ...]
     head: str
     cache: bool
     rate: float

@@ -92,6 +92,10 @@ def main() -> int:
     gpt2 = {"batch_size": 4, "accumulation_steps": 2, "checkpointing": "blocks"}
     cases += [("GPT-2", {}, gpt2), ("GPT-2", {}, gpt2 | {"loss_head": "chunked", "precision": "bf16"})]
     cases.append(("text-gpt", SMALL["text-gpt"] | {"dropout": 0.1}, {"loss_head": "chunked", "precision": "fp16"}))
+    kept = {"checkpointing": "selective", "batch_size": 8}
+    cases.append(("GPT-2", {}, kept | {"activation_budget": 0.3, "precision": "bf16"}))
+    cases.append(("text-gpt", SMALL["text-gpt"] | {"dropout": 0.1}, kept | {"activation_budget": 0.6}))
+    cases.append(("digits-resnet", SMALL["digits-resnet"], kept | {"activation_budget": 0.5, "accumulation_steps": 2}))
     for case in chosen or range(len(cases)):
         name, options, knobs = cases[case]
         # Ranks of its own for each: what another workload has left there would count.

@@ -30,7 +30,7 @@ from gpumem_nb.shared.workload import Workload
 from tests.unit.test_one_rank import alone as alone  # a fixture
 from tests.unit.test_one_rank import loss, rows, stream
 
-MODES = tuple(SEGMENT_BLOCKS)
+MODES = tuple(mode for mode in SEGMENT_BLOCKS if mode != "selective")  # which has tests of its own
 
 
 class Block(nn.Module):

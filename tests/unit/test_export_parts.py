@@ -118,3 +118,22 @@ def test_what_accelerate_prepared_is_trained_as_it_was_given_and_its_ranks_are_n
     assert "getattr" not in written(Settings(optimizer="own"), OWN, ddp=False)
     with pytest.raises(WorkloadError, match=r"uses accelerate.*without --ddp"):
         written(Settings(optimizer="own"), source, ddp=True)
+
+
+def test_blocks_that_keep_alike_are_told_of_together_and_torch_keeps_what_the_session_did() -> None:
+    some, none = {"aten.addmm.default": [0, 2]}, dict[str, list[int]]()
+    settings = Settings(optimizer="own", checkpointing="selective", activation_budget=0.3)
+    blocks = ("layers.0", "layers.1", "layers.2")
+    text = written(settings, blocks=blocks, kept=(none, some, some), changed_by_blocks="")
+    compile(text, "train.py", "exec")
+    assert 'for block in map(model.get_submodule, ["layers.1", "layers.2"]):' in text
+    assert 'kept = {"aten.addmm.default": [0, 2]}' in text
+    assert "block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)" in text
+    assert "without_statistics" not in text
+    with_norms = written(settings, blocks=blocks, kept=(some,) * 3, changed_by_blocks="", norms=True)
+    compile(with_norms, "train.py", "exec")
+    assert "inside(without_statistics(block), again)" in with_norms
+    with pytest.raises(WorkloadError, match="that shows what blocks keep under this budget"):
+        refusals.check(settings, dataclasses.replace(FACTS, blocks=blocks), own=False, ddp=False)
+    everything = written(settings.replace(activation_budget=1), blocks=blocks, changed_by_blocks="")
+    assert "checkpoint" not in everything

@@ -35,6 +35,7 @@ _EMPTY: dict[str, Any] = {
     "str | None": "",
     "float": 0.1,
     "tuple[str, ...]": (),
+    "tuple[dict[str, list[int]], ...]": (),
     "dict[str, str]": {},
 }
 FACTS = Facts(**{field.name: _EMPTY[str(field.type)] for field in fields(Facts)})

@@ -233,7 +233,7 @@ def test_a_split_is_not_named_before_the_ranks_said_whether_it_keeps_the_mathema
     pairs = Ranks(predicts, now=Settings(batch_size=4), mean=False)
     found = pairs.finding().find(NEEDS)
     assert found.fastest is not None
-    assert found.fastest.settings == BLOCKS
+    assert found.fastest.settings == FAILED.replace(checkpointing="selective")
 
 
 def rescued(ranks: Ranks, looking: bool = False) -> Rescue:

@@ -62,7 +62,7 @@ def test_each_knob_set_twice_is_as_set_once() -> None:
         update(model)
         before = (model.optimizer, hooks(model), model.optimizer.param_groups[0]["lr"], model.settings)
         kept = moments(model)
-        model.recomputing.set_checkpointing(settings.checkpointing)
+        model.recomputing.set_checkpointing(settings)
         model.set_optimizer(settings)
         model.set_optimizer_impl(settings.optimizer_impl)
         model.set_learning_rate(settings)

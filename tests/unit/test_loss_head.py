@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from gpumem_nb.engine.replay.recomputing import Recomputing
 from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 
 WORDS, WIDTH = 101, 24
@@ -57,7 +58,7 @@ def taken(model: nn.Module, loss: Loss, how: str, dtype: torch.dtype | None = No
     model = copy.deepcopy(model)
     parts = recomputing(model)
     parts.set_loss_head(how)
-    parts.set_checkpointing(mode)
+    parts.set_checkpointing(Settings(checkpointing=mode))
     words, targets = batch()
     with parts.on():
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):

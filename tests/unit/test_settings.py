@@ -48,7 +48,7 @@ def test_every_word_that_a_knob_lists_is_accepted_and_others_are_not(name: str) 
         ({"gradient_clip": 1}, "did you mean 'clip_norm'"),
         ({"qqqq": 1}, "allowed: precision, checkpointing"),
         ({"precision": ["fp32"]}, "is not known"),
-        ({"checkpointing": "all"}, "allowed: none, blocks, sqrt"),
+        ({"checkpointing": "all"}, "allowed: none, selective, blocks, sqrt"),
     ],
 )
 def test_bad_values_name_what_is_allowed(knobs: dict[str, object], sentence: str) -> None:

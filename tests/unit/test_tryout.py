@@ -62,6 +62,7 @@ def ended(settings: Settings, answer: Callable[[Settings], list[Forecasts]], blo
 def test_the_same_training_in_less_memory_comes_first_then_the_mildest_change_and_ever_smaller_micro_batches() -> None:
     assert tried(Settings(batch_size=8), "forward", blocks=True) == [
         "batch_size=4 accumulation_steps=2",
+        "checkpointing=selective",
         "checkpointing=blocks",
         "precision=bf16",
         "checkpointing=blocks batch_size=4 accumulation_steps=2",
@@ -173,7 +174,7 @@ def test_the_card_knows_what_the_ranks_have_said_of_splits() -> None:
     one = Tryout(rescue, handles=Handles(4), splits=Splits(mean=False))
     while one.next():
         one.learn(needs(100))
-    assert rescue.fitting[0].settings.checkpointing == "blocks"
+    assert rescue.fitting[0].settings.checkpointing == "selective"
     assert rescue.fitting[0].settings.batch_size == 8
 
 

@@ -361,7 +361,7 @@ def test_a_frozen_weight_that_the_optimizer_holds_is_not_copied_and_needs_no_roo
     assert id(net[1].weight) not in copied
     order = StepOrder(1, False, 0, True, False, ReductionConfig.under(settings))
     monkeypatch.setattr(device, "room", lambda: 3 * 300 * 300)  # less than once the frozen one
-    assert not trainer.stepper.update_may_fail(order)
+    assert not trainer.stepper.voting.update_may_fail(order)
 
 
 def test_a_weight_that_is_frozen_on_one_rank_alone_is_put_back_after_an_update_that_failed(alone: Overheard) -> None:

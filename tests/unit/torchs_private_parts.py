@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
-from gpumem_nb.internals import torch_foreach_internals, torch_internals
+from gpumem_nb.internals import torch_dispatch_internals, torch_foreach_internals, torch_internals
 from tests.unit.private_parts import checks, must
 
 
@@ -212,7 +212,7 @@ def hook_stack() -> None:
     must(torch_internals.innermost_hooks() == before, "they were not left")
 
 
-class Mode(torch_internals.TorchDispatchMode):
+class Mode(torch_dispatch_internals.TorchDispatchMode):
     """Counts operators."""
 
     seen = 0
@@ -224,13 +224,16 @@ class Mode(torch_internals.TorchDispatchMode):
 
 @checks("torch", "torch.utils._python_dispatch")
 def modes() -> None:
-    before, mode = torch_internals.count_modes(), Mode()  # type: ignore[no-untyped-call]  # torch's
+    before, mode = torch_dispatch_internals.count_modes(), Mode()  # type: ignore[no-untyped-call]  # torch's
     mode.__enter__()  # type: ignore[no-untyped-call]
     torch.ones(1)
-    inside = torch_internals.count_modes()
-    torch_internals.leave_mode()
+    inside = torch_dispatch_internals.count_modes()
+    torch_dispatch_internals.leave_mode()
     torch.ones(1)
-    must((mode.seen, inside, torch_internals.count_modes()) == (1, before + 1, before), "modes are counted otherwise")
+    must(
+        (mode.seen, inside, torch_dispatch_internals.count_modes()) == (1, before + 1, before),
+        "modes are counted otherwise",
+    )
 
 
 @checks("torch", "the code around dispatch modes")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...internals.fake_internals import modes_set_aside
-from ...internals.torch_internals import TorchDispatchMode, written
+from ...internals.torch_dispatch_internals import TorchDispatchMode, written
 from ...memory.tensors import tensors_in
 from ..replay.segment import Segment
 

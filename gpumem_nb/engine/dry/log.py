@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...internals.torch_internals import TorchDispatchMode, address, backward_node, base_of, in_backward
+from ...internals.torch_dispatch_internals import TorchDispatchMode
+from ...internals.torch_internals import address, backward_node, base_of, in_backward
 from ...memory.ledger.events import Base, Events, Known, TensorLog, new_number
 from ...memory.tensors import tensors_in
 from ...shared.messages import Reading

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ...shared.units import DEFAULT_SEED
 from ...shared.workload import Handles
 from ..random_state import seeded
 from ..replay.recomputing import Recomputing
+from ..replay.selective import Learned
 from ..step import optimizers
 from ..step.ambient import autocast
 from ..step.buckets import ReductionConfig, carried_dtype, in_turn, into_buckets, outgoing, widened
@@ -128,19 +129,26 @@ class DryStep:
     def _traced(self, batch_size: int) -> Trace:
         self._optimizer.state.clear()
         self._optimizer.state.update(_copied(self._first_state))
-        self._recomputing.set_checkpointing(self._settings.checkpointing)
+        self._recomputing.set_checkpointing(self._settings)
         self._recomputing.set_loss_head(self._settings.loss_head)
         try:
-            with self._inside(), self._recomputing.on(), Recorder(self._device, *self._parts.named.values()).watching():
-                recorder = Recorder.current
-                assert recorder
-                self._take(batch_size)
-                self._recomputing.finished()
-                recorder.claim_model(self._parts.parameters(), self._optimizer.state)
-                self._zero_grad()
-                return recorder.end().trace(batch_size)
+            while True:
+                with suppress(Learned), self._recording() as recorder:
+                    self._take(batch_size)
+                    self._recomputing.finished()
+                    recorder.claim_model(self._parts.parameters(), self._optimizer.state)
+                    self._zero_grad()
+                    return recorder.end().trace(batch_size)
+                self._recomputing.abandon()
         finally:
             self._recomputing.remove()
+
+    @contextmanager
+    def _recording(self) -> Iterator[Recorder]:
+        """Inside, a step is taken without memory and recorded."""
+        recorder = Recorder(self._device, *self._parts.named.values())
+        with self._inside(), self._recomputing.on(), recorder.watching():
+            yield recorder
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -189,6 +197,7 @@ class DryStep:
             self._mark("forward")
             with autocast(settings.precision, "cpu"):
                 loss = checked_loss(self._workload.loss(self.model, batch)) / count
+            self._recomputing.forward_ended()
             del batch
             self._mark("backward")
             (loss * _LOSS_SCALE if settings.precision == "fp16" else loss).backward()

@@ -29,8 +29,10 @@ from ...internals.torch_internals import (
 from ...shared.errors import WorkloadError
 from .block_state import BlockState, Draws
 from .segment import Segment
+from .selective import Run, Selection
 
 SEGMENT_BLOCKS: dict[str, Callable[[int], int]] = {
+    "selective": lambda count: 1,
     "blocks": lambda count: 1,
     "sqrt": lambda count: math.ceil(math.sqrt(count)),
 }
@@ -64,13 +66,23 @@ class Checkpointing:
     Training has it on inside of its steps only: in cells the model is a plain one, to call, to copy and to pickle.
     """
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module], mode: str) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: list[nn.Module], mode: str, selection: Selection | None = None
+    ) -> None:
+        """Begin to checkpoint these blocks of the model; a selection says what they keep.
+
+        Raises:
+            WorkloadError: there are none, or what is compiled cannot be computed again so.
+        """
         if not blocks:
             raise WorkloadError(
                 f"checkpointing={mode} needs a model with sub-modules to wrap; this one has none. "
                 "Use checkpointing=none or name them in Workload(blocks=...)."
             )
         _refuse_what_is_compiled_around(model, blocks)
+        self._selection = selection
+        if selection:
+            selection.take(blocks)
         self._length = SEGMENT_BLOCKS[mode](len(blocks))
         self._mode = mode
         self._blocks = blocks
@@ -79,7 +91,7 @@ class Checkpointing:
         self._last_index = -1
         self._last: weakref.ref[Segment] | None = None  # weak: only the graph keeps a segment's inputs alive
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
-        self._open: tuple[Segment, ExitStack] | None = None
+        self._open: tuple[Segment, ExitStack, int, Run] | None = None
         self._states = [BlockState(block) for block in blocks]
         self._hooks = [self._hooks_of(index, state) for index, state in enumerate(self._states)]
         self._handles: list[RemovableHandle] = []  # of the hooks that are on the model now
@@ -115,6 +127,8 @@ class Checkpointing:
         if self._handles:
             yield
             return
+        if self._selection:
+            self._selection.begin()
         self.put_on()
         try:
             yield
@@ -177,12 +191,14 @@ class Checkpointing:
             return
         follows = index == self._last_index + 1 and index % self._length != 0
         segment = (self._last() if follows and self._last else None) or Segment(self.on)
-        segment.record(state, self._draws, args, kwargs)
+        run = self._selection.run_of(index, state.block) if self._selection else Run()
+        segment.record(state, self._draws, args, kwargs, run)
         hooks = ExitStack()
         hooks.enter_context(func_transforms_allowed())
         hooks.enter_context(segment.hooks())
+        hooks.enter_context(run.running())
         self._segments.add(segment)
-        self._last_index, self._last, self._open = index, weakref.ref(segment), (segment, hooks)
+        self._last_index, self._last, self._open = index, weakref.ref(segment), (segment, hooks, index, run)
         self._entered = True
 
     def _leave(self, block: nn.Module, output: Any) -> None:
@@ -195,9 +211,11 @@ class Checkpointing:
         if Segment.replaying:
             Segment.replaying.returned_again(output)
         elif self._open:
-            segment, hooks = self._open
+            segment, hooks, index, run = self._open
             self._open = None
             hooks.close()
+            if self._selection:
+                self._selection.ran(index, run, output)
             segment.returned(output)
 
 

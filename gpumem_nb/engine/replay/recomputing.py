@@ -7,9 +7,13 @@ from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
+from ...shared.knobs.step import checkpointing_of
+from ...shared.settings import Settings
 from ...shared.workload import Workload
 from .checkpointing import Checkpointing, find_blocks
 from .loss_head import ChunkedHead, find_head, is_wide
+from .operators import Kept
+from .selective import Selection
 
 
 class Recomputing:
@@ -19,6 +23,7 @@ class Recomputing:
         self._model, self._workload = model, workload
         self._mode = "none"
         self._checkpointing: Checkpointing | None = None
+        self._selection = Selection()
         self._chunked: ChunkedHead | None = None
 
     @property
@@ -36,21 +41,33 @@ class Recomputing:
         """Return whether logits are worth having in parts."""
         return is_wide(self.head)
 
-    def set_checkpointing(self, mode: str) -> None:
-        """Compute activations again instead of keeping them, in segments as the mode says.
+    def set_checkpointing(self, settings: Settings) -> None:
+        """Compute activations again instead of keeping them, in segments and as many as the settings say.
 
         Raises:
-            WorkloadError: the model has no blocks; nothing is checkpointed then.
+            WorkloadError: the model has no blocks, or none that can be computed again so; nothing is checkpointed then.
         """
-        if mode == self._mode:
-            return
-        if self._checkpointing:
-            self._checkpointing.remove()
-        self._mode, self._checkpointing = "none", None
-        if mode != "none":
-            self._checkpointing = Checkpointing(self._model, self.blocks, mode)
-            self._checkpointing.take_off()
-        self._mode = mode
+        mode = checkpointing_of(settings)
+        selection = self._selection if mode == "selective" else None
+        if mode != self._mode:
+            if self._checkpointing:
+                self._checkpointing.remove()
+            self._mode, self._checkpointing = "none", None
+            if mode != "none":
+                self._checkpointing = Checkpointing(self._model, self.blocks, mode, selection)
+                self._checkpointing.take_off()
+            self._mode = mode
+        if selection:
+            selection.follow(settings.activation_budget, settings.precision)
+
+    def forward_ended(self) -> None:
+        """The loss was computed.
+
+        Raises:
+            Learned: only to find out what blocks give; the step is to be taken from its beginning.
+        """
+        if self._mode == "selective":
+            self._selection.forward_ended()
 
     def set_loss_head(self, how: str) -> None:
         """Have logits whole, or in parts; a head that came into the model since the last time is found.
@@ -64,6 +81,11 @@ class Recomputing:
     def applied(self) -> dict[str, str]:
         """Return what the knobs are at, also after one could not be set."""
         return {"checkpointing": self._mode, "loss_head": "chunked" if self._chunked else "full"}
+
+    @property
+    def kept(self) -> list[Kept]:
+        """Return what each block keeps of what its operators give; nothing before a step was taken."""
+        return self._selection.kept if self._mode == "selective" else []
 
     @property
     def changed(self) -> list[str] | None:

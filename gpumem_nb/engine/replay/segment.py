@@ -27,15 +27,17 @@ from .block_state import (
     cannot,
     undone_afterwards,
 )
+from .selective import Run
 
 
 class _Slot:
-    """Stands in the graph for one dropped tensor. While it lives, the tensor may still be asked for."""
+    """Stands in the graph for one dropped tensor, or holds a kept one. While it lives, that may still be asked for."""
 
-    __slots__ = ("__weakref__", "dtype", "index", "shape")
+    __slots__ = ("__weakref__", "dtype", "index", "kept", "shape")
 
-    def __init__(self, index: int, tensor: Tensor) -> None:
+    def __init__(self, index: int, tensor: Tensor, keep: bool) -> None:
         self.index, self.shape, self.dtype = index, tensor.shape, tensor.dtype
+        self.kept = SavedTensor.of(tensor) if keep else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class _Call:
     kwargs: Any
     context: Callable[[], ExitStack]
     seen: Seen
+    run: Run
     fingerprint: Fingerprint | None = None
 
 
@@ -78,6 +81,7 @@ class Segment:
         self._calls: list[_Call] = []
         self._slots: list[weakref.ref[_Slot]] = []
         self._recomputed: dict[int, Tensor] = {}
+        self._replayed = False
         self._outputs: list[tuple[weakref.ref[Tensor], int, _Link]] = []
         self.depth = 0
         self._running = False  # the block called last
@@ -91,13 +95,13 @@ class Segment:
         calls = self._calls[: len(self._results) + 1] if Segment.replaying is self else self._calls
         return calls[-1].block
 
-    def record(self, state: BlockState, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note how a block is about to be called."""
+    def record(self, state: BlockState, draws: Draws, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> None:
+        """Note how a block is about to be called, and what is kept of that."""
         self._running, self.depth = True, 1
         seen = Seen(state, draws, (args, kwargs))
         hold = _alike_for_alike(self._hold)  # a block may ask whether two of its arguments are one tensor
         held_args, held_kwargs = _map_tensors(hold, (args, kwargs))
-        self._calls.append(_Call(state.block, held_args, held_kwargs, _ambient_context(), seen))
+        self._calls.append(_Call(state.block, held_args, held_kwargs, _ambient_context(), seen, run))
 
     def returned(self, output: Any) -> None:
         """Note what the block called last gave: a later block that gets the same tensor need not hold it.
@@ -131,6 +135,8 @@ class Segment:
     def forget(self) -> None:
         """Let go of everything: the graph that would ask for it was given up."""
         self._calls, self._outputs, self._recomputed = [], [], {}
+        for slot in filter(None, (reference() for reference in self._slots)):
+            slot.kept = None
 
     def _hold(self, tensor: Tensor) -> SavedTensor | _Link:
         for reference, seen, link in self._outputs:
@@ -146,30 +152,35 @@ class Segment:
         return partial(_uncompiled(method, dynamo_is_there()), self)
 
     def pack(self, tensor: Tensor) -> _Slot:
-        """Drop a tensor that autograd wants to save."""
-        slot = _Slot(len(self._slots), tensor)
+        """Drop a tensor that autograd wants to save, unless it is kept."""
+        slot = _Slot(len(self._slots), tensor, self._calls[-1].run.holds(tensor))
         self._slots.append(weakref.ref(slot))
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
-        """Return the dropped tensor, recomputed.
+        """Return the kept tensor, or the dropped one, recomputed.
 
         Raises:
             WorkloadError: it cannot be recomputed.
         """
         if self._running:
             raise cannot("it computes gradients in its own forward", OTHER_BLOCKS)
-        if slot.index not in self._recomputed:
+        if not self._replayed or (slot.kept is None and slot.index not in self._recomputed):
             self.replay()
+        if slot.kept is not None:
+            return slot.kept.get()
         tensor = self._recomputed.pop(slot.index, None)
         if tensor is None or (tensor.shape, tensor.dtype) != (slot.shape, slot.dtype):
             raise cannot(SOMETHING_ELSE)
         return tensor
 
+    def _is_wanted(self, slot: _Slot | None) -> bool:
+        return slot is not None and slot.kept is None
+
     def keep(self, tensor: Tensor) -> None:
         """Keep a recomputed tensor, if backward still needs it."""
         index = self._count
-        if index < len(self._slots) and self._slots[index]() is not None:
+        if index < len(self._slots) and self._is_wanted(self._slots[index]()):
             self._recomputed[index] = tensor.detach()
             if Recorder.current:
                 Recorder.current.saved(tensor)
@@ -179,9 +190,17 @@ class Segment:
 
     def replay(self) -> None:
         """Run the segment once more and keep what backward still needs."""
+        self._replayed = True
         self._count, self._results, self.depth = 0, [], 0
         # What follows the last tensor that is needed is of use for comparing only.
-        self._last = None if self._calls[-1].fingerprint else len(self._slots)
+        wanted = [index for index, slot in enumerate(self._slots, 1) if self._is_wanted(slot())]
+        self._last = None if self._calls[-1].fingerprint else max(wanted, default=0)
+        if wanted:
+            self._run_again()
+        for call in self._calls:
+            call.run.let_go()
+
+    def _run_again(self) -> None:
 
         def resolve(value: SavedTensor | _Link) -> Tensor:
             return value.get() if isinstance(value, SavedTensor) else self._results[value.call][value.output]
@@ -195,7 +214,7 @@ class Segment:
                 saved_tensors_hooks(self._uncompiled(Segment.keep), _never),
             ):
                 for call in self._calls:
-                    with call.context():
+                    with call.context(), call.run.again():
                         call.seen.enter()
                         args, kwargs = _map_held(_alike_for_alike(resolve), (call.args, call.kwargs))
                         call.block(*args, **kwargs)

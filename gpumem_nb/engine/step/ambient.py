@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...internals.torch_internals import count_modes, innermost_hooks, leave_autocast, leave_hooks, leave_mode
+from ...internals.torch_dispatch_internals import count_modes, leave_mode
+from ...internals.torch_internals import innermost_hooks, leave_autocast, leave_hooks
 from ...shared.errors import WorkloadError
 
 

@@ -29,7 +29,8 @@ from ...internals.fake_internals import (
     is_fake,
     modes_set_aside,
 )
-from ...internals.torch_internals import TorchDispatchMode, step_hooks_held_back, stepped_by_others
+from ...internals.torch_dispatch_internals import TorchDispatchMode
+from ...internals.torch_internals import step_hooks_held_back, stepped_by_others
 from ...memory.device import Device
 from ...memory.ledger.events import Foreseen, UpdateLog
 from ...memory.tensors import tensors_in

@@ -26,6 +26,7 @@ from ..data.fetching import to_device
 from ..data.stream import Stream
 from ..link.communicator import here
 from ..link.signals import interruptible
+from ..replay.selective import Learned
 from ..undo.step_undo import ForwardState, ForwardUndo, UpdateUndo, WrittenByForward
 from . import optimizers
 from .ambient import Ambient, autocast, check_no_backward, updates_refused
@@ -225,10 +226,14 @@ class Stepper:
                 self._written.after(weights)
             return before, loss, None
         except BaseException as error:  # a rank that left without a vote would keep the others waiting
+            learned = isinstance(error, Learned)
             failure = self.failure(error)
             self._live.recomputing.abandon()
             with self._device.exempt():
                 ambient.restore()
+        if learned:
+            self._undo(before)
+            return self._forward(order)
         return before, None, failure
 
     def _undo(self, undo: ForwardUndo | UpdateUndo | None) -> None:
@@ -261,6 +266,7 @@ class Stepper:
                     loss = self._live.loss(self._live.model, batch)
                     check_no_backward(self._new.weights())
                     loss = checked_loss(loss) / settings.accumulation_steps
+                self._live.recomputing.forward_ended()
                 self.looks.batch(batch)
                 del batch
                 self._begin(BACKWARD)
@@ -272,23 +278,6 @@ class Stepper:
             self.enter(TOOLKIT)
             self._live.recomputing.finished()
         return total
-
-    def update_may_fail(self, order: StepOrder) -> bool:
-        """Return whether this update could end half way: short of memory, or in the user's own code."""
-        if not order.proven or not optimizers.from_torch(self._live.optimizer):
-            return True
-        reduction = self.voting.reduction
-        if self.voting.had.is_news(reduction.gradients[0], reduction.there):  # whose state is made in it
-            return True
-        room = self._device.room()
-        if room is None:
-            return True
-        if room >= optimizers.UPDATE_COPIES * reduction.nbytes:
-            return False
-        # What is cached is room as well. Asked for only when it matters, because it takes a look at all blocks.
-        weights = optimizers.may_write(self._live.optimizer)
-        needed = optimizers.UPDATE_COPIES * sum(weight.nbytes for weight in weights)
-        return room < needed and room + self._device.releasable() < needed
 
     def _end(self, trial: bool, careful: bool, before: ForwardUndo | None) -> tuple[Failure | None, bool]:
         """Update, or leave a trial; returns this rank's failure and whether the step is discarded."""

@@ -14,6 +14,7 @@ from ...shared.messages import Failure
 from ...shared.step_times import REDUCTION, TOOLKIT
 from ..link import signals
 from ..link.communicator import here
+from . import optimizers
 from .ballot import Votes, WeightWatch, write_ballot
 from .buckets import ReductionConfig
 from .failures import nonfinite_loss
@@ -212,13 +213,29 @@ class Voting:
                 self.reduction.look_at_rest()
                 nonfinite, checked = self.reduction.finite.nonfinite(loss, self._scaler), True
                 digest = self.watch.digest() if self._compares(order) else None
-            careful = step.update_may_fail(order)
+            careful = self.update_may_fail(order)
         except BaseException as error:
             failure = failure or step.failure(error)
         left = signals.nudged_since(order.nudges)
         flags = failure is not None, left, careful, self.reduction.torn, relisted
         write_ballot(self.reduction.ballot, flags, nonfinite, digest)
         return digest is not None, checked, failure
+
+    def update_may_fail(self, order: StepOrder) -> bool:
+        """Return whether this update could end half way: short of memory, or in the user's own code."""
+        if not order.proven or not optimizers.from_torch(self._live.optimizer):
+            return True
+        if self.had.is_news(self.reduction.gradients[0], self.reduction.there):  # whose state is made in it
+            return True
+        room = self._device.room()
+        if room is None:
+            return True
+        if room >= optimizers.UPDATE_COPIES * self.reduction.nbytes:
+            return False
+        # What is cached is room as well. Asked for only when it matters, because it takes a look at all blocks.
+        weights = optimizers.may_write(self._live.optimizer)
+        needed = optimizers.UPDATE_COPIES * sum(weight.nbytes for weight in weights)
+        return room < needed and room + self._device.releasable() < needed
 
     def _compares(self, order: StepOrder) -> bool:
         """Return whether the ranks' weights are compared in this step; not in trials, of which questions take many."""

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...internals.torch_internals import FILES_AROUND_MODES, TorchDispatchMode, address
+from ...internals.torch_dispatch_internals import TorchDispatchMode
+from ...internals.torch_internals import FILES_AROUND_MODES, address
 from ..tensors import storage_of, tensors_in
 
 _PACKAGE = str(Path(__file__).parents[2])

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...internals.torch_internals import TorchDispatchMode, address
+from ...internals.torch_dispatch_internals import TorchDispatchMode
+from ...internals.torch_internals import address
 from ...shared.allocator_settings import DEFAULT, AllocatorSettings
 from ..tensors import PLAIN, storage_of, tensors_in
 

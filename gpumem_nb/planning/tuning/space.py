@@ -83,7 +83,7 @@ def space(
     start = ask(_split_of(present, per_rank, workload))
     values: dict[str, list[Mapping[str, Any]]] = {}
     for name in dict.fromkeys(SPLIT[0] if name in SPLIT else name for name in names):
-        usable = [change for change in _values(name, per_rank, workload) if _usable(ask, start, change)]
+        usable = [change for change in _values(name, per_rank, workload, start) if _usable(ask, start, change)]
         kept = [change for change in usable if not same_mathematics or _keeps(ask, start, change, splits)]
         if knobs is not None and len(kept) < len(usable):
             raise InvalidInput(
@@ -165,11 +165,13 @@ def _split(batch_size: int, per_rank: int) -> dict[str, int]:
     return dict(zip(SPLIT, (batch_size, per_rank // batch_size), strict=True))
 
 
-def _values(name: str, per_rank: int, workload: WorkloadInfo) -> list[Mapping[str, Any]]:
+def _values(name: str, per_rank: int, workload: WorkloadInfo, start: Settings) -> list[Mapping[str, Any]]:
     if (name == "checkpointing" and not workload.blocks) or (name == "loss_head" and not workload.logits):
         return []
     if name != SPLIT[0]:
-        return [{name: value} for value in KNOBS[name].choices]
+        # Selective checkpointing takes part where it is in use: its budget would be one more thing to look for.
+        left_out = () if start.checkpointing == "selective" else ("selective",)
+        return [{name: value} for value in KNOBS[name].choices if value not in left_out]
     if workload.data.batched:
         return []
     return [_split(size, per_rank) for size in _divisors(per_rank)]

@@ -13,7 +13,7 @@ from ..values import TAKEN
 from .communication import COMMUNICATION_KNOBS
 from .knob import CHANGES, KEEPS, KEEPS_TO_ROUNDING, Knob, LiveModel, Need
 from .loading import NUM_WORKERS, ON_BAD_SAMPLE, PIN_MEMORY, PREFETCH_FACTOR
-from .step import ACCUMULATION_STEPS, BATCH_SIZE, CHECKPOINTING, LOSS_HEAD, PRECISION
+from .step import ACCUMULATION_STEPS, ACTIVATION_BUDGET, BATCH_SIZE, CHECKPOINTING, LOSS_HEAD, PRECISION
 from .update import (
     CLIP_NORM,
     LEARNING_RATE,
@@ -78,6 +78,7 @@ def additional() -> tuple[Knob, ...]:
 for _knob in (
     PRECISION,
     CHECKPOINTING,
+    ACTIVATION_BUDGET,
     LOSS_HEAD,
     BATCH_SIZE,
     ACCUMULATION_STEPS,

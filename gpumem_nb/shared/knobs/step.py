@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from ..categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, INSIDE_OPERATORS, TEMPORARIES
-from ..values import Kind, Values, whole
+from ..values import Kind, Values, not_negative, whole
 from ..workload import DataInfo, WorkloadInfo
 from .knob import CHANGES, HALF, KEEPS, KEEPS_TO_ROUNDING, MOST, SOME, Changes, Knob, Need, Settings, carried
 
@@ -39,7 +40,9 @@ PRECISION = Knob(
 
 def _recomputed(need: Need) -> Iterator[Changes]:
     # Whether √n blocks save more than single ones depends on the model.
-    if need.handles.blocks and need.settings.checkpointing == "none":
+    if need.handles.blocks and need.settings.checkpointing == "none" and need.tried_out:  # else one hint is enough
+        yield {"checkpointing": "selective"}
+    if need.handles.blocks and need.settings.checkpointing in ("none", "selective"):
         yield {"checkpointing": "blocks"}
 
 
@@ -50,22 +53,57 @@ def _adapts_blocks(settings: Settings, workload: WorkloadInfo) -> Changes:
 CHECKPOINTING = Knob(
     "checkpointing",
     "none",
-    "activation checkpointing: keep all activations, or recompute them in backward per block or per √n blocks",
+    "activation checkpointing: keep all activations, or recompute in backward some of them, or whole blocks",
     in_front=True,
-    choices=("none", "blocks", "sqrt"),
+    choices=("none", "selective", "blocks", "sqrt"),
     means={
         "none": "all activations are kept",
+        "selective": "each block keeps those that take longest to compute, a share of activation_budget in all",
         "blocks": "each block keeps its input alone, and is computed again in backward",
         "sqrt": "√n blocks at a time do; sometimes less memory than blocks, at the same cost",
     },
     short="ckpt ",
     moves={ACTIVATIONS: MOST, CASTS: SOME},  # casts are made one segment at a time
     mathematics=KEEPS,
-    apply=lambda live, settings: live.recomputing.set_checkpointing(settings.checkpointing),
+    apply=lambda live, settings: live.recomputing.set_checkpointing(settings),
     lighter=_recomputed,
     saves="backward recomputes activations that forward would keep",
     adapts=_adapts_blocks,
     retired={"all": "none"},  # one segment over all blocks, which saved nothing
+    exported=carried,
+)
+
+
+def _share(value: Any) -> float:
+    """Return a number from 0 to 1."""
+    number = not_negative(value)
+    if number > 1:
+        raise ValueError(value)
+    return number
+
+
+def checkpointing_of(settings: Settings) -> str:
+    """Return the checkpointing that is in effect: with a budget of 1 there is nothing to compute again."""
+    keeps_all = settings.checkpointing == "selective" and settings.activation_budget == 1
+    return "none" if keeps_all else str(settings.checkpointing)
+
+
+def _budget_is_selective(before: Settings, after: Settings, named: Collection[str], ranks: int) -> Changes:
+    if "activation_budget" in named and "checkpointing" not in named:
+        return {"checkpointing": "selective"}
+    return {}
+
+
+ACTIVATION_BUDGET = Knob(
+    "activation_budget",
+    0.5,
+    "the share of blocks' activations that checkpointing=selective keeps; setting it switches that on",
+    parse=_share,
+    allowed="a number from 0 to 1, such as 0.5",
+    short="budget ",
+    moves={ACTIVATIONS: HALF, CASTS: SOME},
+    mathematics=KEEPS,
+    settles=_budget_is_selective,
     exported=carried,
 )
 

@@ -1,0 +1,199 @@
+"""What the operators of a block give in forward: how many bytes, at which cost, and which of it backward asks for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import flop_registry
+
+from ...internals.torch_dispatch_internals import TorchDispatchMode, arguments, written
+from ...internals.torch_internals import address
+from ...memory.tensors import storage_of, tensors_in
+
+Operator = tuple[str, int]
+"""One of a block's calls of operators: its name, and how often that was called before in the same run of the block."""
+
+Kept = Mapping[Operator, tuple[Operator, ...]]
+"""Operators whose results are kept, each with those that write them to an end in place."""
+
+_CAST = "aten._to_copy.default"
+"""Autocast casts once what is a leaf: of a block's input one cast less when it runs once more, from a leaf."""
+
+_FLOPS_A_BYTE = {4: 20, 8: 10}
+"""Operations for which a processor takes as long as for moving a byte, by bytes of a number.
+
+The quotient of what data sheets name as peaks: 19.5 TFLOP/s and 1,555 GB/s of an A100 in fp32, 8.1 and 320 of a T4.
+"""
+_FLOPS_A_BYTE_16_BIT = 200
+"""The same with tensor cores: 312 TFLOP/s and 1,555 GB/s of an A100, 65 and 320 of a T4."""
+
+
+@dataclass(slots=True)
+class Result:
+    """What one operator gives, in all runs of the block in one forward.
+
+    Attributes:
+        nbytes: that are alive as long as it is kept.
+        cost: of computing it again, as many bytes as could be moved meanwhile.
+        finished_by: the operators that write it to an end in place, before another one reads it.
+        can_be_kept: nothing but these changes it, and it takes no random numbers.
+    """
+
+    nbytes: int = 0
+    cost: float = 0.0
+    finished_by: tuple[Operator, ...] = ()
+    can_be_kept: bool = True
+
+
+@dataclass(slots=True)
+class Results:
+    """What the operators of one block give.
+
+    Attributes:
+        by_operator: in the order of their calls, up to the last one whose result backward asks for.
+        saved_bytes: of what backward asks for, without weights, what was made of them alone, and what the block gives.
+    """
+
+    by_operator: dict[Operator, Result] = field(default_factory=dict)
+    saved_bytes: int = 0
+
+    def add(self, other: Results) -> None:
+        """Take in another run of the same block."""
+        self.saved_bytes += other.saved_bytes
+        for operator, result in other.by_operator.items():
+            mine = self.by_operator.setdefault(operator, Result(finished_by=result.finished_by))
+            mine.nbytes += result.nbytes
+            mine.cost += result.cost
+            mine.can_be_kept &= result.can_be_kept and mine.finished_by == result.finished_by
+
+
+class Counting(TorchDispatchMode):
+    """Sees the operators of one run of a block, and gives each its number."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each operator."""
+        name = str(func)
+        operator = name, self._calls[name]
+        self._calls[name] += 1
+        return self.call(operator, func, args, kwargs or {})
+
+    def call(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operator gives."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class _Storage:
+    """One that an operator made. The reference keeps its address from being used again."""
+
+    reference: StorageWeakRef
+    result: Result
+    nbytes: int
+    was_read: bool = False
+    is_saved: bool = False
+
+
+class Learning(Counting):
+    """Learns what the operators of a block give, while it runs once."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self._results: dict[Operator, Result] = {}
+        self._until = 0  # so many of these come before the last one that backward asks for
+        self._saved_bytes = 0
+        self._made: dict[int, _Storage] = {}
+        held = [*block.parameters(), *block.buffers()]
+        self._constants = {address(storage): StorageWeakRef(storage) for storage in _storages(held).values()}
+
+    def call(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+        """Note what it gives."""
+        given = func(*args, **kwargs)
+        if hasattr(func, "_schema"):
+            self._note(operator, func, args, kwargs, given)
+        return given
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saves this one."""
+        for place in _storages(tensor):
+            made = self._made.get(place)
+            if made and not made.is_saved:
+                made.is_saved = True
+                self._saved_bytes += made.nbytes
+        self._until = len(self._results)
+
+    def returned(self, output: Any) -> Results:
+        """Return what was learned, without what the block itself gives: whoever asks for that holds it anyway."""
+        for place in _storages(output):
+            if made := self._made.get(place):
+                made.result.can_be_kept = False
+                self._saved_bytes -= made.nbytes * made.is_saved
+        return Results(dict(islice(self._results.items(), self._until)), self._saved_bytes)
+
+    def _note(self, operator: Operator, func: Any, args: Any, kwargs: Any, given: Any) -> None:
+        sources, outputs = _storages((args, kwargs)), _storages(given)
+        into = _storages(written(func, args, kwargs))
+        new = {place: storage for place, storage in outputs.items() if place not in sources}
+        cost = _cost(func, args, kwargs, given, sources, new or into)
+        draws = _draws(func, args, kwargs)
+        for place in into:
+            if made := self._made.get(place):
+                in_place = len(into) == 1 and not new and isinstance(args[0], Tensor) and given is args[0]
+                made.result.can_be_kept &= in_place and not draws and not made.was_read
+                made.result.finished_by += (operator,)
+                made.result.cost += cost
+        if new or into or not outputs:  # no view, nor something like it
+            self._read(set(sources) - set(into))
+        if not new:
+            return
+        if sources.keys() <= self._constants.keys():  # of weights alone, or of nothing
+            self._constants |= {place: StorageWeakRef(storage) for place, storage in new.items()}
+            return
+        nbytes = sum(storage.nbytes() for storage in new.values())
+        result = Result(nbytes, cost, can_be_kept=not (draws or operator[0] == _CAST))
+        self._results[operator] = result
+        for place, storage in new.items():
+            self._made[place] = _Storage(StorageWeakRef(storage), result, storage.nbytes())
+
+    def _read(self, places: Iterable[int]) -> None:
+        for place in places:
+            if made := self._made.get(place):
+                made.was_read = True
+
+
+def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
+    found = filter(None, map(storage_of, tensors_in(value)))
+    return {address(storage): storage for storage in found}
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operator takes random numbers; attention does where it drops something out."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    is_attention = "scaled_dot_product" in str(func)
+    return not is_attention or bool(arguments(func, args, kwargs).get("dropout_p", 0.0))
+
+
+def _cost(func: Any, args: Any, kwargs: Any, given: Any, sources: Any, into: Any) -> float:
+    """Return how long an operator takes, as many bytes as could be moved meanwhile."""
+    moved = sum(storage.nbytes() for storage in (*sources.values(), *into.values()))
+    first = next(tensors_in(given), None)
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is None and "scaled_dot_product" in str(func):  # that of the CPU, whose further arguments are others
+        formula, args, kwargs = flop_registry[torch.ops.aten._scaled_dot_product_efficient_attention], args[:3], {}
+    if formula is None or first is None:
+        return float(moved)
+    balance = _FLOPS_A_BYTE.get(first.element_size(), _FLOPS_A_BYTE_16_BIT)
+    return float(moved + formula(*args, **kwargs, out_val=given) / balance)
