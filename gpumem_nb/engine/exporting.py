@@ -110,10 +110,10 @@ def _facts(trainer: Trainer) -> Facts:
 
 
 def _calls_by_name(kept: Kept) -> dict[str, list[int]]:
-    """Return calls of operators by name, but for those that others write to an end in place: torch keeps no such."""
+    """Return calls by operators' names, without what torch cannot keep: what is drawn, or written in place later."""
     found: dict[str, list[int]] = {}
-    for (name, number), finished_by in kept.items():
-        if not finished_by:
+    for (name, number), result in kept.items():
+        if not (result.draws or result.finished_by):
             found.setdefault(name, []).append(number)
     return {name: sorted(found[name]) for name in sorted(found)}
 

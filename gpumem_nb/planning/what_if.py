@@ -27,7 +27,8 @@ def single_flips(settings: Settings, workload: WorkloadInfo) -> Iterator[tuple[s
     Of numbers, half and twice what they are.
     """
     for name, knob in KNOBS.items():
-        if not knob.moves or (name == "batch_size" and workload.data.batched):
+        idle = not knob.moves or (knob.acts and not knob.acts(settings))
+        if idle or (name == "batch_size" and workload.data.batched):
             continue
         now = getattr(settings, name)
         values: Sequence[Any] = knob.choices

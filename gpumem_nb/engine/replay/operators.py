@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -19,9 +20,6 @@ from ...memory.tensors import storage_of, tensors_in
 
 Operator = tuple[str, int]
 """One of a block's calls of operators: its name, and how often that was called before in the same run of the block."""
-
-Kept = Mapping[Operator, tuple[Operator, ...]]
-"""Operators whose results are kept, each with those that write them to an end in place."""
 
 _CAST = "aten._to_copy.default"
 """Autocast casts once what is a leaf: of a block's input one cast less when it runs once more, from a leaf."""
@@ -43,13 +41,19 @@ class Result:
         nbytes: that are alive as long as it is kept.
         cost: of computing it again, as many bytes as could be moved meanwhile.
         finished_by: the operators that write it to an end in place, before another one reads it.
-        can_be_kept: nothing but these changes it, and it takes no random numbers.
+        draws: whether one of these takes random numbers.
+        can_be_kept: nothing but these changes it, and random numbers come from torch's own generators.
     """
 
     nbytes: int = 0
     cost: float = 0.0
     finished_by: tuple[Operator, ...] = ()
+    draws: bool = False
     can_be_kept: bool = True
+
+
+Kept = Mapping[Operator, Result]
+"""What is kept, by the operators that gave it."""
 
 
 @dataclass(slots=True)
@@ -71,6 +75,7 @@ class Results:
             mine = self.by_operator.setdefault(operator, Result(finished_by=result.finished_by))
             mine.nbytes += result.nbytes
             mine.cost += result.cost
+            mine.draws |= result.draws
             mine.can_be_kept &= result.can_be_kept and mine.finished_by == result.finished_by
 
 
@@ -85,7 +90,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operator."""
-        name = str(func)
+        name = _name(func)
         operator = name, self._calls[name]
         self._calls[name] += 1
         return self.call(operator, func, args, kwargs or {})
@@ -147,11 +152,12 @@ class Learning(Counting):
         into = _storages(written(func, args, kwargs))
         new = {place: storage for place, storage in outputs.items() if place not in sources}
         cost = _cost(func, args, kwargs, given, sources, new or into)
-        draws = _draws(func, args, kwargs)
+        draws, own = draws_numbers(func, args, kwargs), arguments(func, args, kwargs).get("generator") is not None
         for place in into:
             if made := self._made.get(place):
                 in_place = len(into) == 1 and not new and isinstance(args[0], Tensor) and given is args[0]
-                made.result.can_be_kept &= in_place and not draws and not made.was_read
+                made.result.can_be_kept &= in_place and not own and not made.was_read
+                made.result.draws |= draws
                 made.result.finished_by += (operator,)
                 made.result.cost += cost
         if new or into or not outputs:  # no view, nor something like it
@@ -162,7 +168,7 @@ class Learning(Counting):
             self._constants |= {place: StorageWeakRef(storage) for place, storage in new.items()}
             return
         nbytes = sum(storage.nbytes() for storage in new.values())
-        result = Result(nbytes, cost, can_be_kept=not (draws or operator[0] == _CAST))
+        result = Result(nbytes, cost, draws=draws, can_be_kept=not (own or operator[0] == _CAST))
         self._results[operator] = result
         for place, storage in new.items():
             self._made[place] = _Storage(StorageWeakRef(storage), result, storage.nbytes())
@@ -173,12 +179,15 @@ class Learning(Counting):
                 made.was_read = True
 
 
+_name = cache(str)  # of few operators, each called often
+
+
 def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
     found = filter(None, map(storage_of, tensors_in(value)))
     return {address(storage): storage for storage in found}
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether an operator takes random numbers; attention does where it drops something out."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False

@@ -20,8 +20,9 @@ from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import mapped, storage_of, tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
+from ..random_state import RandomState
 from .block_state import SOMETHING_ELSE, cannot
-from .operators import Counting, Kept, Learning, Operator, Results
+from .operators import Counting, Kept, Learning, Operator, Result, Results, draws_numbers
 
 
 class Learned(Exception):
@@ -36,7 +37,7 @@ def chosen(blocks: Sequence[Results], budget: float) -> list[Kept]:
     not fall with the budget; they gain little, because each result is a small part of the whole.
     """
     room = budget * sum(block.saved_bytes for block in blocks)
-    found: list[dict[Operator, tuple[Operator, ...]]] = [{} for _ in blocks]
+    found: list[dict[Operator, Result]] = [{} for _ in blocks]
     all_of_them = [
         (index, operator, result)
         for index, block in reversed(list(enumerate(blocks)))
@@ -46,7 +47,7 @@ def chosen(blocks: Sequence[Results], budget: float) -> list[Kept]:
     for index, operator, result in sorted(all_of_them, key=lambda one: one[2].nbytes / max(1.0, one[2].cost)):
         if result.nbytes <= room:
             room -= result.nbytes
-            found[index][operator] = result.finished_by
+            found[index][operator] = result
     return list(found)
 
 
@@ -91,6 +92,7 @@ class KeepingRun(Run):
     def __init__(self, kept: Kept) -> None:
         self.kept = kept
         self.results: dict[Operator, tuple[list[Any], Any]] = {}
+        self.random: dict[Operator, RandomState] = {}  # after operators that take numbers, and will not do so again
         self._places: set[int] = set()
 
     def keep(self, operator: Operator, given: Any, inputs: list[Any]) -> None:
@@ -117,7 +119,7 @@ class KeepingRun(Run):
 
     def let_go(self) -> None:
         """Backward has come to it: from now on the graph keeps what it needs."""
-        self.results = {}
+        self.results, self.random = {}, {}
 
 
 class _Held:
@@ -153,7 +155,7 @@ class _Keeping(Counting):
     def __init__(self, into: KeepingRun) -> None:
         super().__init__()
         self._into = into
-        self._ends = {end: operator for operator, ends in into.kept.items() for end in ends}
+        self._ends = {end: operator for operator, result in into.kept.items() for end in result.finished_by}
 
     def call(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         """Let it run, and keep what it gives or changes."""
@@ -162,6 +164,10 @@ class _Keeping(Counting):
             self._into.keep(operator, given, _kinds((args, kwargs)))
         elif (of := self._ends.get(operator)) in self._into.results:
             mapped(_Held, lambda held: held.written(args[0]), self._into.results[of][1])
+        else:
+            return given
+        if draws_numbers(func, args, kwargs):
+            self._into.random[operator] = RandomState.take(slow=False)
         return given
 
 
@@ -170,11 +176,14 @@ class _Returning(Counting):
 
     def __init__(self, run: KeepingRun) -> None:
         super().__init__()
-        self._results = run.results
-        self._ends = {end for operator, ends in run.kept.items() if operator in self._results for end in ends}
+        self._results, self._random = run.results, run.random
+        held = (result for operator, result in run.kept.items() if operator in self._results)
+        self._ends = {end for result in held for end in result.finished_by}
 
     def call(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         """Give what was kept, or let it run."""
+        if operator in self._random:
+            self._random[operator].put_back()
         if operator in self._results:
             inputs, given = self._results.pop(operator)
             if inputs != _kinds((args, kwargs)):
@@ -236,7 +245,9 @@ class Selection:
 
     def run_of(self, index: int, block: nn.Module) -> Run:
         """Return how a block is run."""
-        return KeepingRun(self.kept[index]) if self._learning is None else LearningRun(block)
+        if self._learning is not None:
+            return LearningRun(block)
+        return KeepingRun(self.kept[index]) if self.kept[index] else Run()
 
     def ran(self, index: int, run: Run, output: Any) -> None:
         """A block has run, and given this."""

@@ -92,6 +92,7 @@ class Knob(Option):
         label: what stands over its control in the panel; by default the name.
         short: what stands before the value in a chart's marks; by default the name.
         moves: the categories of memory that it makes smaller or larger, and roughly how much of each.
+        acts: whether a value matters under these settings; ``None``: under all.
         mathematics: what a change of it does to them (``KEEPS``, ``KEEPS_TO_ROUNDING`` or ``CHANGES``), or a function
             of settings before and after that says so.
         apply: what it does to a live model on a rank when settings are applied; called with every change of any knob,
@@ -114,6 +115,7 @@ class Knob(Option):
     label: str = ""
     short: str | None = None
     moves: Mapping[str, int] = field(default_factory=dict)
+    acts: Callable[[Settings], bool] | None = None
     mathematics: str | Callable[[Settings, Settings], str] = CHANGES
     apply: Callable[[LiveModel, Settings], None] | None = None
     lighter: Callable[[Need], Iterable[Changes]] | None = None

@@ -102,6 +102,7 @@ ACTIVATION_BUDGET = Knob(
     allowed="a number from 0 to 1, such as 0.5",
     short="budget ",
     moves={ACTIVATIONS: HALF, CASTS: SOME},
+    acts=lambda settings: settings.checkpointing == "selective",
     mathematics=KEEPS,
     settles=_budget_is_selective,
     exported=carried,
