@@ -32,8 +32,8 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def refill(tensor: Tensor, content: Tensor) -> None:
-    """Let a tensor hold ``content``, whatever shape and type it was given meanwhile; autograd learns nothing of it."""
-    if (tensor.shape, tensor.dtype) == (content.shape, content.dtype):
+    """Let a tensor hold ``content``, whatever shape, type and layout it was given meanwhile; autograd learns nothing."""
+    if (tensor.shape, tensor.dtype, _strides(tensor)) == (content.shape, content.dtype, content.stride()):
         overwrite(tensor.data, content)
     else:
         tensor.data = content.to(tensor.device, copy=True)
@@ -59,7 +59,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 class Shelf:
-    """Room in host memory for the copies of tensors of the same shapes and types, again and again."""
+    """Room in host memory for the copies of tensors of the same shapes, types and layouts, again and again."""
 
     def __init__(self) -> None:
         self._room: list[Tensor] = []
@@ -70,7 +70,7 @@ class Shelf:
             self._room = list(map(host_copy, tensors))
             return self._room
         for place, (tensor, room) in enumerate(zip(tensors, self._room, strict=True)):
-            if tensor.shape != room.shape or tensor.dtype != room.dtype:
+            if (tensor.shape, tensor.dtype, _strides(tensor)) != (room.shape, room.dtype, room.stride()):
                 self._room[place] = host_copy(tensor)
         if tensors:
             with torch.no_grad():

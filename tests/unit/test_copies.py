@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 from gpumem_nb.engine import copies
-from gpumem_nb.engine.copies import Layout, changed_since, checksum, host_copy, quick_checksum
+from gpumem_nb.engine.copies import Layout, Shelf, changed_since, checksum, host_copy, quick_checksum, refill
 from gpumem_nb.engine.step.buckets import arrived, outgoing
 from gpumem_nb.engine.step.optimizer_state import Parked
 from gpumem_nb.engine.undo.step_undo import UpdateUndo
@@ -54,6 +54,34 @@ def test_state_that_was_given_up_is_paired_with_the_same_elements_by_fused_kerne
         return weight
 
     assert torch.equal(trained(True), trained(False))
+
+
+def test_weights_that_an_undone_update_laid_out_anew_lie_as_before() -> None:
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    before, strides = net.weight.detach().clone(), net.weight.stride()
+    undo = UpdateUndo(net.parameters(), Adam(net.parameters(), lr=0.1, fused=True))
+    net.weight.data = net.weight.data.contiguous().add_(1)  # as bitsandbytes' optimizers do
+    undo.undo()
+    assert torch.equal(net.weight, before)
+    assert net.weight.stride() == strides
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_what_lies_as_it_did_is_filled_where_it_lies(kind: str) -> None:
+    tensor = LAYOUTS[kind]()
+    content, strides, place = host_copy(tensor), tensor.stride(), tensor.data_ptr()
+    refill(tensor, content + 1)
+    assert torch.equal(tensor, content + 1)
+    assert (tensor.stride(), tensor.data_ptr()) == (strides, place)
+
+
+def test_buffers_that_are_laid_out_anew_between_two_steps_stay_so() -> None:
+    shelf, tensor = Shelf(), LAYOUTS["contiguous"]()
+    shelf.copies([tensor])
+    tensor.data = tensor.data.to(memory_format=torch.channels_last)
+    strides = tensor.stride()
+    refill(tensor, shelf.copies([tensor])[0])
+    assert tensor.stride() == strides
 
 
 def test_options_that_are_tensors_are_put_back_in_place() -> None:
