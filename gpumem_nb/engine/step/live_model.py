@@ -168,12 +168,15 @@ class LiveModel:
                 self._in_use = None
 
     def optimizer_in_question(self) -> Optimizer:
-        """Return the one that the settings which are tried name, without state if it is not in use."""
+        """Return the one that the settings which are tried name, without state if it is not in use.
+
+        One that is not in use is built with the default implementation, which each has: the one tried comes later.
+        """
         if self.settings.optimizer == self._in_use:
             return self.optimizer
         if self.settings.optimizer == "own" and self.own_optimizer:
             return self.own_optimizer
-        return optimizers.build(self._trained(), self.settings)
+        return optimizers.build(self._trained(), self.settings.replace(optimizer_impl="default"))
 
     @property
     def state_would_leave(self) -> bool:
