@@ -32,7 +32,7 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def refill(tensor: Tensor, content: Tensor) -> None:
-    """Let a tensor hold ``content``, whatever shape, type and layout it was given meanwhile; autograd learns nothing."""
+    """Let a tensor hold ``content``, whatever shape, type or layout it has by now; autograd learns nothing of it."""
     if (tensor.shape, tensor.dtype, _strides(tensor)) == (content.shape, content.dtype, content.stride()):
         overwrite(tensor.data, content)
     else:

@@ -64,7 +64,7 @@ def in_32_bits(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]]) -> Non
         kept = state.get(param)
         if not kept:
             continue
-        mine: dict[str, Any] = {"step": torch.tensor(float(kept["step"]), device="cpu")}
+        mine: dict[str, Any] = {"step": torch.tensor(float(kept["step"]), dtype=torch.float32, device="cpu")}
         for name, moment, scales, code in _MOMENTS:
             mine[name] = torch.empty_like(param)
             if kept[moment].dtype is torch.uint8:

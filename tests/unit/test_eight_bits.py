@@ -77,6 +77,35 @@ def test_flips_go_on_from_the_moments_there_are_and_come_back_to_the_bit_before_
         assert (kept["exp_avg_sq"] >= 0).all()
 
 
+OTHERS = [["sgd", "adamw8bit"], ["adamw8bit", "sgd", "adamw8bit"], ["adamw8bit", "adamw", "sgd", "adamw8bit"]]
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_no_state_is_lost_by_way_of_another_optimizer_without_a_step(path: list[str]) -> None:
+    straight, around = live(), live()
+    for model in (straight, around):
+        trained(model, 5)
+    for name in path:
+        around.apply(Settings(optimizer=name))
+    straight.apply(Settings(optimizer="adamw8bit"))
+    assert trained(around, 3) == trained(straight, 3)
+    around.apply(Settings(optimizer="sgd"))
+    around.apply(Settings())
+    assert {kept["step"].item() for kept in around.optimizer.state.values()} == {8}
+
+
+def test_steps_are_counted_in_fp32_whatever_default_type_a_cell_has_set() -> None:
+    model = live()
+    model.apply(Settings(optimizer="adamw8bit"))
+    trained(model, 1)
+    torch.set_default_dtype(torch.bfloat16)  # in which 257 is 256
+    try:
+        model.apply(Settings())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {kept["step"].dtype for kept in model.optimizer.state.values()} == {torch.float32}
+
+
 def test_eight_bits_are_as_near_as_eight_bits_can_be() -> None:
     model = live()
     trained(model, 5)

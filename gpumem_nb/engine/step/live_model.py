@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -144,7 +144,11 @@ class LiveModel:
             _add(optimizer, trained)
         else:
             optimizer = optimizers.build(trained, settings.replace(learning_rate=rate))
-            optimizers.convert(self.settings.optimizer, self.optimizer, settings.optimizer, optimizer)
+            # Where one is parked, no step was done with the one in use: training goes on from the state of the former.
+            before = parked[0] if parked else self.settings.optimizer
+            if convert := optimizers.CONVERT.get((before, settings.optimizer)):
+                with self._device.exempt(), parked[1].restored() if parked else nullcontext(self.optimizer) as source:
+                    convert(optimizer, dict(source.state))
             rates = Rates(optimizer, wanted, self.course.schedule)
         if parked is None and self.optimizer is not self.own_optimizer:
             self._parked = (self.settings.optimizer, Replicas(self.optimizer).keep(), self._rates)

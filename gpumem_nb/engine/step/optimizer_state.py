@@ -6,7 +6,8 @@ it; shards are another class with these methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypedDict
 
@@ -138,6 +139,15 @@ class Parked:
         """Put the state back, in tensors that lie as before."""
         state = {param: {name: back() for name, back in values.items()} for param, values in self._state.items()}
         self.optimizer.state.update(state)
+
+    @contextmanager
+    def restored(self) -> Iterator[Optimizer]:
+        """Inside, the state is back for a look."""
+        try:
+            self.restore()
+            yield self.optimizer
+        finally:
+            self.optimizer.state.clear()
 
 
 def _put_away(value: Any) -> Callable[[], Any]:

@@ -57,12 +57,11 @@ def _in_8_bits(params: list[Tensor], lr: float) -> Optimizer:
         raise WorkloadError(f"{NO_8_BIT} ({error}), and start the ranks again.") from None
 
 
-def convert(old: str, before: Optimizer, new: str, after: Optimizer) -> None:
-    """Let a new optimizer go on from the state of the one before it, where one is the 8-bit form of the other."""
-    if (old, new) == ("adamw", "adamw8bit"):
-        bitsandbytes_internals.in_8_bits(after, dict(before.state))
-    elif (old, new) == ("adamw8bit", "adamw"):
-        bitsandbytes_internals.in_32_bits(after, dict(before.state))
+CONVERT = {
+    ("adamw", "adamw8bit"): bitsandbytes_internals.in_8_bits,
+    ("adamw8bit", "adamw"): bitsandbytes_internals.in_32_bits,
+}
+"""By the names of one before and a new one: lets the new one go on from the other's state, which it is given."""
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
