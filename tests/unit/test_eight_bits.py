@@ -16,7 +16,7 @@ from gpumem_nb.engine.step.optimizer_state import Replicas
 from gpumem_nb.internals import bitsandbytes_internals
 from gpumem_nb.kernel import compatibility
 from gpumem_nb.memory.device import opened
-from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.knobs import update as update_knobs
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload, WorkloadInfo
@@ -135,6 +135,18 @@ def test_what_lacks_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(update_knobs, "find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=r"bitsandbytes, which is not installed.*%pip install bitsandbytes"):
         compatibility.check(settings, info, 2)
+
+
+def test_weights_that_it_would_lay_out_anew_are_refused() -> None:
+    def conv() -> nn.Module:
+        return nn.Conv2d(16, 64, 3).to(memory_format=torch.channels_last)
+
+    model = LiveModel(Workload("net", conv, lambda: TensorDataset(torch.ones(2, 16, 5, 5)), loss), opened())
+    with pytest.raises(WorkloadError, match=r"of shape \(64, 16, 3, 3\).*memory_format=torch\.contiguous_format"):
+        model.apply(Settings(optimizer="adamw8bit"))
+    assert model.settings.optimizer == "adamw"
+    model.model.requires_grad_(False)
+    model.apply(Settings(optimizer="adamw8bit"))
 
 
 class _OwnForm(SGD):

@@ -50,6 +50,13 @@ def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
 
 
 def _in_8_bits(params: list[Tensor], lr: float) -> Optimizer:
+    # It lays such weights out anew in its first update, but not the moments that it has of them already.
+    if odd := [param for param in params if param.requires_grad and not param.is_contiguous()]:
+        raise WorkloadError(
+            "optimizer=adamw8bit needs weights that lie in memory in the order of their indices, and one of shape "
+            f"{tuple(odd[0].shape)} lies otherwise, such as in channels_last. Run "
+            "model.to(memory_format=torch.contiguous_format) on all ranks, or use optimizer=adafactor."
+        )
     try:
         with modes_set_aside():  # its tables of numbers are real ones in a dry run, too
             return bitsandbytes_internals.adamw8bit(params, lr)
