@@ -155,15 +155,27 @@ class _OwnForm(SGD):
         return packed | {"state": {place: {"inside": kept} for place, kept in packed["state"].items()}}
 
 
-def test_an_optimizer_with_a_state_dict_of_its_own_form_is_stored_as_it_is() -> None:
+class _Around(SGD):
+    """Wraps another optimizer without being built as one, as timm's Lookahead does."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        self.inner = SGD(params, **options)
+        self.param_groups, self.defaults, self.state = self.inner.param_groups, self.inner.defaults, self.inner.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+@pytest.mark.parametrize("kind", [_OwnForm, _Around])
+def test_an_optimizer_with_a_state_dict_of_its_own_form_is_stored_as_it_is(kind: type[SGD]) -> None:
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    optimizer = _OwnForm([weight], lr=0.1, momentum=0.9)
+    optimizer = kind([weight], lr=0.1, momentum=0.9)
     optimizer.step()
     whole = Replicas(optimizer).gather()
     assert whole
     other = nn.Parameter(torch.ones(3))
-    resumed = _OwnForm([other], lr=0.1, momentum=0.9)
+    resumed = kind([other], lr=0.1, momentum=0.9)
     Replicas(resumed).scatter(whole)()
     assert torch.equal(resumed.state[other]["momentum_buffer"], torch.ones(3))
 

@@ -49,9 +49,14 @@ class Replicas:
         """Return the whole state on rank 0, whose tensors are the optimizer's own; ``None`` on the others."""
         if here().rank != 0:
             return None
-        packed = Optimizer.state_dict(self._optimizer)  # not in a form of its own, which scatter would not know
-        numbers = optimizers.numbers_beside(self._optimizer)
-        return {"state": packed["state"], "groups": packed["param_groups"], "numbers": numbers}
+        # Not by its state_dict, which may have a form of its own that scatter would not know.
+        groups = self._optimizer.param_groups
+        places = {id(param): place for place, param in enumerate(in_groups(self._optimizer))}
+        return {
+            "state": {places[id(param)]: dict(values) for param, values in self._optimizer.state.items()},
+            "groups": [group | {"params": [places[id(param)] for param in group["params"]]} for group in groups],
+            "numbers": optimizers.numbers_beside(self._optimizer),
+        }
 
     def scatter(self, whole: Whole) -> Callable[[], None]:
         """Make this rank's part of a whole state that all ranks have read; what is returned puts it in place.
