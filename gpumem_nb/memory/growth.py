@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from ..shared.categories import (
     ACTIVATIONS,
@@ -18,25 +20,46 @@ from ..shared.categories import (
     TEMPORARIES,
 )
 from ..shared.step_times import UPDATE
-from .ledger.trace import CODE, Trace
+from .ledger.trace import CODE, Ints, Trace
 
-_WITH_WEIGHTS = [CODE[category] for category in (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, CASTS)]
+_WITH_WEIGHTS = [CODE[category] for category in (PARAMETERS, CASTS)]
+_WITH_TRAINED = [CODE[category] for category in (OPTIMIZER_STATE, GRADIENTS)]
 _SHORT = [CODE[category] for category in (TEMPORARIES, INSIDE_OPERATORS)]
 
 
 class Blocks(NamedTuple):
-    """The repeated blocks of a model: their names, and the part of all weights that one of them has in the mean."""
+    """The repeated blocks of a model: their names, and the part of the weights that one of them has in the mean.
+
+    Of all weights, and of those that are trained, which alone have gradients and state.
+    """
 
     names: Sequence[str]
     weights_share: float
+    trained_share: float
+
+    @classmethod
+    def of(cls, model: nn.Module, blocks: Sequence[nn.Module], weights: Iterable[Tensor]) -> Blocks | None:
+        """Return those of a model that is trained with these weights; ``None`` if it has no blocks."""
+        if not blocks:
+            return None
+        names = {id(module): name for name, module in model.named_modules()}
+        mine = {id(param) for block in blocks for param in block.parameters()}
+
+        def share(params: Sequence[Tensor]) -> float:
+            in_blocks = sum(param.nbytes for param in params if id(param) in mine)
+            return in_blocks / len(blocks) / max(1, sum(param.nbytes for param in params))
+
+        known = list(weights)
+        trained = [weight for weight in known if weight.requires_grad]
+        return cls([names.get(id(block), "") for block in blocks], share(known), share(trained))
 
 
 def of_a_block(trace: Trace, blocks: Blocks) -> int:
     """Return by how many bytes a step's live peak grows at most for each block more, like those that there are.
 
-    A block has its share of the weights, of their gradients and state, and of what the update takes for a moment; and
-    of the activations that blocks keep, an even part. At most, because the part of the step where blocks take most need
-    not be that of the peak.
+    A block has its share of the weights, of the gradients and state of those that are trained, and of what the update
+    takes for a moment; and of the activations that blocks keep, an even part. At most, because the part of the step
+    where blocks take most need not be that of the peak.
 
     Args:
         trace: one recorded step, or one that was continued from two.
@@ -46,15 +69,21 @@ def of_a_block(trace: Trace, blocks: Blocks) -> int:
     inside = [any(f"{name}.".startswith(f"{block}.") for block in blocks.names) for name in trace.modules]
     of_blocks = np.zeros(len(trace.size), dtype=np.bool_)
     of_blocks[place[(trace.event > 0) & np.array(inside, dtype=np.bool_)[trace.module]]] = True
-    category, update = trace.category[place], trace.phase == _number(trace, UPDATE)
+    category = trace.category[place]
+    short = np.isin(category, _SHORT) & (trace.phase == _number(trace, UPDATE))
     kept = of_blocks[place] & (category == CODE[ACTIVATIONS])
-    with_weights = np.isin(category, _WITH_WEIGHTS) | (np.isin(category, _SHORT) & update)
-    before = trace.size[trace.before & np.isin(trace.category, _WITH_WEIGHTS)].sum()
     of_activations = np.cumsum(np.where(kept, trace.change, 0)) / len(blocks.names)
-    of_weights = before + np.cumsum(np.where(with_weights, trace.change, 0))
-    share = blocks.weights_share
-    most: int = math.ceil(max([before * share, *(of_activations + share * of_weights)]))
+    of_weights = blocks.weights_share * _held(trace, _WITH_WEIGHTS, np.isin(category, _WITH_WEIGHTS))
+    of_trained = blocks.trained_share * _held(trace, _WITH_TRAINED, np.isin(category, _WITH_TRAINED) | short)
+    most: int = math.ceil(max(0, *(of_activations + of_weights + of_trained)))
     return most
+
+
+def _held(trace: Trace, categories: list[int], events: NDArray[np.bool_]) -> Ints:
+    """Return how many bytes live after each event: of these categories before the step, and of these events in it."""
+    before = trace.size[trace.before & np.isin(trace.category, categories)].sum()
+    held: Ints = before + np.cumsum(np.where(events, trace.change, 0))
+    return held
 
 
 def _number(trace: Trace, phase: str) -> int:

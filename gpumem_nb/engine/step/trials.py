@@ -338,22 +338,13 @@ class Trials:
         if steps is None:
             return Forecasts(steps_done, reading, seconds, limit, failure=failure, failed_batch=failed_batch)
         allowed = self._device.allowed_bytes
-        blocks = self._blocks()
+        live = self._trainer.live
+        blocks = Blocks.of(live.model, live.recomputing.blocks, live.parts.parameters())
         of = tuple(forecast(steps, batch_size, limit, None, allowed, blocks=blocks) for batch_size in batch_sizes)
         sure = likely = 0
         if most:
             sure, likely = (largest(steps, limit, most, allowed, certain) for certain in (True, False))
         return Forecasts(steps_done, reading, seconds, limit, of, sure, likely, update_undone=self._not_foreseen)
-
-    def _blocks(self) -> Blocks | None:
-        live = self._trainer.live
-        blocks = live.recomputing.blocks
-        if not blocks:
-            return None
-        names = {id(module): name for name, module in live.model.named_modules()}
-        mine = {id(param): param.nbytes for block in blocks for param in block.parameters()}
-        share = sum(mine.values()) / len(blocks) / max(1, sum(param.nbytes for param in live.parts.parameters()))
-        return Blocks([names.get(id(block), "") for block in blocks], share)
 
     def _small_steps(self, settings: Settings, small: Sequence[int]) -> tuple[SmallSteps | None, Failure | None, int]:
         """Take one step of each size, undone, and return what they allocated, or what failed here and at which size."""
