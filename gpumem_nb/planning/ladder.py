@@ -150,11 +150,11 @@ class Ladder(Report):
         """How much larger a model of this kind would fit, where that is known."""
         least = self.rungs[-1]
         if least.more_blocks:
-            now = self.now.more_blocks or 0
-            size = format_bytes(least.block_bytes)
+            now = 0 if self.now.lower_bound else self.now.more_blocks
+            as_it_is = "" if now is None else f", with {now or 'none'} as it is"
             yield (
                 f"On rung {len(self.rungs)} a model with about {least.more_blocks} blocks more than its {self.blocks} "
-                f"would fit, with {now or 'none'} as it is: each takes up to {size} of the peak there."
+                f"would fit{as_it_is}: each takes up to {format_bytes(least.block_bytes)} of the peak there."
             )
 
     def _command(self, rung: int) -> str:

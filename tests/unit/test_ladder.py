@@ -112,9 +112,15 @@ def test_it_says_what_each_rung_adds_and_what_to_type() -> None:
 
 def test_it_ends_with_how_much_larger_a_model_would_fit() -> None:
     below = needs(BLOCKS, 300, high_bytes=400 * MIB, block_bytes=50 * MIB)
-    assert "On rung 1 a model with about 12 blocks more than its 6 would fit, with none as it is" in str(
-        ladder(ABOVE, below)
-    )
+    said = "On rung 1 a model with about 12 blocks more than its 6 would fit"
+    known = dataclasses.replace(ABOVE, block_bytes=50 * MIB)
+    for now, as_it_is in (
+        (dataclasses.replace(known, high_bytes=900 * MIB), ", with 2 as it is: each"),
+        (dataclasses.replace(known, high_bytes=990 * MIB), ", with none as it is: each"),
+        (dataclasses.replace(ABOVE, lower_bound=True), ", with none as it is: each"),
+        (ABOVE, ": each"),  # a number that is not known is not shown as none
+    ):
+        assert f"{said}{as_it_is} takes up to 50.0 MiB" in str(ladder(now, below))
     for unknown in ({"limit_bytes": None}, {"block_bytes": None}, {"lower_bound": True}, {"high_bytes": 2000 * MIB}):
         assert "blocks more" not in str(ladder(ABOVE, dataclasses.replace(below, **unknown)))
 
