@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from gpumem_nb.engine.data import orders
 from gpumem_nb.engine.data.handed import handed_over
+from gpumem_nb.engine.data.held_out import as_held_out
 from gpumem_nb.engine.data.iterables import stream_of
 from gpumem_nb.shared.errors import WorkloadError
 
@@ -52,6 +53,13 @@ def test_a_subset_is_all_that_is_seen() -> None:
     found = seen(loader, steps=4)
     assert sorted(found) == sorted([*range(8), *range(8)])
     assert found[:8] != found[8:]
+
+
+def test_a_part_that_is_seen_in_turn_is_all_that_is_validated() -> None:
+    loader = DataLoader(ROWS, sampler=SequentialSampler(range(8)))
+    assert seen(loader, steps=4) == [*range(8), *range(8)]
+    held_out = as_held_out(loader)
+    assert [int(held_out.dataset[place][0]) for place in range(len(held_out))] == list(range(8))
 
 
 def test_the_dataset_is_seen_in_turn_without_shuffling() -> None:

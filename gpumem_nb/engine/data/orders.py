@@ -58,8 +58,8 @@ def of_loader(loader: DataLoader[Any]) -> tuple[Order, tuple[str, ...]]:
             "together, so it cannot be shared out among the ranks. Give the DataLoader a sampler= and a batch_size=."
         )
     length = len(loader.dataset)  # type: ignore[arg-type]
-    if type(sampler) is SequentialSampler:
-        return InTurn(len(sampler)), ()
+    if type(sampler) is SequentialSampler and len(sampler) == length:  # else it is one over a part
+        return InTurn(length), ()
     if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
         if sampler.num_samples == len(sampler.data_source) == length:
             return Shuffled(length), ()
