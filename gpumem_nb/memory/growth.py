@@ -19,7 +19,7 @@ from ..shared.categories import (
     PARAMETERS,
     TEMPORARIES,
 )
-from ..shared.step_times import UPDATE
+from ..shared.step_times import FORWARD, UPDATE
 from .ledger.trace import CODE, Ints, Trace
 
 _WITH_WEIGHTS = [CODE[category] for category in (PARAMETERS, CASTS)]
@@ -58,21 +58,21 @@ def of_a_block(trace: Trace, blocks: Blocks) -> int:
     """Return by how many bytes a step's live peak grows at most for each block more, like those that there are.
 
     A block has its share of the weights, of the gradients and state of those that are trained, and of what the update
-    takes for a moment; and of the activations that blocks keep, an even part. At most, because the part of the step
-    where blocks take most need not be that of the peak.
+    takes for a moment; and of the activations that blocks keep, and others between them, an even part. At most, because
+    the part of the step where blocks take most need not be that of the peak.
 
     Args:
         trace: one recorded step, or one that was continued from two.
         blocks: those that there are.
     """
-    place = np.abs(trace.event) - 1
+    place, count = np.abs(trace.event) - 1, len(blocks.names)
     inside = [any(f"{name}.".startswith(f"{block}.") for block in blocks.names) for name in trace.modules]
-    of_blocks = np.zeros(len(trace.size), dtype=np.bool_)
-    of_blocks[place[(trace.event > 0) & np.array(inside, dtype=np.bool_)[trace.module]]] = True
+    in_blocks = np.array(inside, dtype=np.bool_)[trace.module]
+    of_blocks, beside = (_made(trace, events) for events in (in_blocks, _between(trace, in_blocks) & ~in_blocks))
     category = trace.category[place]
     short = np.isin(category, _SHORT) & (trace.phase == _number(trace, UPDATE))
-    kept = of_blocks[place] & (category == CODE[ACTIVATIONS])
-    of_activations = np.cumsum(np.where(kept, trace.change, 0)) / len(blocks.names)
+    kept = trace.change * (category == CODE[ACTIVATIONS])
+    of_activations = np.cumsum(kept * (of_blocks[place] / count + beside[place] / max(1, count - 1)))
     of_weights = blocks.weights_share * _held(trace, _WITH_WEIGHTS, np.isin(category, _WITH_WEIGHTS))
     of_trained = blocks.trained_share * _held(trace, _WITH_TRAINED, np.isin(category, _WITH_TRAINED) | short)
     most: int = math.ceil(max(0, *(of_activations + of_weights + of_trained)))
@@ -84,6 +84,23 @@ def _held(trace: Trace, categories: list[int], events: NDArray[np.bool_]) -> Int
     before = trace.size[trace.before & np.isin(trace.category, categories)].sum()
     held: Ints = before + np.cumsum(np.where(events, trace.change, 0))
     return held
+
+
+def _made(trace: Trace, events: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which allocations were made by these events."""
+    made = np.zeros(len(trace.size), dtype=np.bool_)
+    made[trace.event[events & (trace.event > 0)] - 1] = True
+    return made
+
+
+def _between(trace: Trace, in_blocks: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which events each forward has from the first block to the last."""
+    found = np.zeros(len(trace.event), dtype=np.bool_)
+    forward = trace.phase == _number(trace, FORWARD)
+    for one in np.split(np.arange(len(found)), np.flatnonzero(np.diff(forward)) + 1):
+        if forward[one].any() and len(at := one[in_blocks[one]]):
+            found[at[0] : at[-1] + 1] = True
+    return found
 
 
 def _number(trace: Trace, phase: str) -> int:

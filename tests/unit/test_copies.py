@@ -57,7 +57,8 @@ def test_state_that_was_given_up_is_paired_with_the_same_elements_by_fused_kerne
 
 
 def test_weights_that_an_undone_update_laid_out_anew_lie_as_before() -> None:
-    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    net = nn.Conv2d(3, 4, 3)
+    net.weight.data = net.weight.data.to(memory_format=torch.channels_last)
     before, strides = net.weight.detach().clone(), net.weight.stride()
     undo = UpdateUndo(net.parameters(), Adam(net.parameters(), lr=0.1, fused=True))
     net.weight.data = net.weight.data.contiguous().add_(1)  # as bitsandbytes' optimizers do

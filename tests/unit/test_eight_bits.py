@@ -139,7 +139,9 @@ def test_what_lacks_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_weights_that_it_would_lay_out_anew_are_refused() -> None:
     def conv() -> nn.Module:
-        return nn.Conv2d(16, 64, 3).to(memory_format=torch.channels_last)
+        net = nn.Conv2d(16, 64, 3)
+        net.weight.data = net.weight.data.to(memory_format=torch.channels_last)
+        return net
 
     model = LiveModel(Workload("net", conv, lambda: TensorDataset(torch.ones(2, 16, 5, 5)), loss), opened())
     with pytest.raises(WorkloadError, match=r"of shape \(64, 16, 3, 3\).*memory_format=torch\.contiguous_format"):

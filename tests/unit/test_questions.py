@@ -140,30 +140,6 @@ def test_another_optimizer_is_asked_about_with_the_state_of_the_present_one_gone
         gpu.empty_cache()
 
 
-@pytest.mark.parametrize(("frozen", "each"), [("0", (4.0, 5.5)), ("1", (1.0, 1.1)), ("none", (4.0, 5.5))])
-def test_a_block_more_takes_gradients_and_state_of_its_own_where_it_is_trained(
-    gpu: VirtualGPU, frozen: str, each: tuple[float, float]
-) -> None:
-    def block() -> nn.Module:
-        return nn.Sequential(nn.Linear(100, 100), nn.Tanh())
-
-    def network() -> nn.Module:
-        net = nn.Sequential(
-            nn.Linear(4, 20_000, bias=False), nn.Sequential(*(block() for _ in range(4))), nn.Linear(100, 4)
-        )
-        net[0].forward = lambda x: nn.functional.linear(x, net[0].weight[:100])  # type: ignore[method-assign]
-        for name, param in net.named_parameters():
-            param.requires_grad_(not name.startswith(frozen))
-        return net
-
-    trained = Trainer(Workload("deep", network, rows, loss), stream(), gpu, time.time())
-    settings = Settings(batch_size=2, optimizer="adam", optimizer_impl="fused")
-    size = sum(param.nbytes for param in block().parameters())
-    found = asked(trained, settings).of[0].block_bytes
-    assert found is not None
-    assert each[0] * size <= found <= each[1] * size
-
-
 def test_the_workloads_own_optimizer_keeps_its_state_beside_another(gpu: VirtualGPU) -> None:
     trained = trainer(gpu, lambda params: Adam(params, lr=0.1))
     own = Settings(batch_size=2, optimizer="own", learning_rate=0.1)
