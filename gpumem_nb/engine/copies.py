@@ -33,7 +33,7 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 def refill(tensor: Tensor, content: Tensor) -> None:
     """Let a tensor hold ``content``, whatever shape, type or layout it has by now; autograd learns nothing of it."""
-    if (tensor.shape, tensor.dtype, _strides(tensor)) == (content.shape, content.dtype, content.stride()):
+    if _alike(tensor, content):
         overwrite(tensor.data, content)
     else:
         tensor.data = content.to(tensor.device, copy=True)
@@ -70,7 +70,7 @@ class Shelf:
             self._room = list(map(host_copy, tensors))
             return self._room
         for place, (tensor, room) in enumerate(zip(tensors, self._room, strict=True)):
-            if (tensor.shape, tensor.dtype, _strides(tensor)) != (room.shape, room.dtype, room.stride()):
+            if not _alike(tensor, room):
                 self._room[place] = host_copy(tensor)
         if tensors:
             with torch.no_grad():
@@ -170,6 +170,13 @@ def _workplace() -> tuple[Bytes, Bytes, Bytes]:
     """Return the weights of words on the host, and room for a piece, twice."""
     weights = _weights(_SMALL_PIECE, torch.device("cpu")).numpy().copy()
     return weights, np.empty_like(weights), np.empty_like(weights)
+
+
+def _alike(tensor: Tensor, copied: Tensor) -> bool:
+    """Return whether a copy of a tensor would be of the same shape, type and layout as that one."""
+    if (tensor.shape, tensor.dtype) != (copied.shape, copied.dtype):
+        return False
+    return tensor.stride() == copied.stride() or _strides(tensor) == copied.stride()
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
