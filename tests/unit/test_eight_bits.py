@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
+from gpumem_nb.engine.step import optimizers
 from gpumem_nb.engine.step.dry_update import AskedUpdate, CannotBeForeseen, foresee
 from gpumem_nb.engine.step.live_model import LiveModel
 from gpumem_nb.engine.step.optimizer_state import Replicas
@@ -149,6 +150,14 @@ def test_weights_that_it_would_lay_out_anew_are_refused() -> None:
     assert model.settings.optimizer == "adamw"
     model.model.requires_grad_(False)
     model.apply(Settings(optimizer="adamw8bit"))
+
+
+def test_sparse_gradients_are_refused_in_a_sentence() -> None:
+    table = nn.Embedding(100, 64, sparse=True)
+    optimizer = bitsandbytes_internals.adamw8bit(table.parameters(), 1e-3)
+    table(torch.tensor([3])).sum().backward()
+    with pytest.raises(WorkloadError, match=r"AdamW8bit needs dense gradients.* Use optimizer=sgd, or"):
+        optimizers.update(optimizer, None, None, optimizer.step)
 
 
 class _OwnForm(SGD):

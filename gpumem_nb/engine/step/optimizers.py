@@ -37,8 +37,8 @@ _IMPLEMENTATION_FLAGS: dict[str, dict[str, bool]] = {
 UPDATE_COPIES = 3
 """Of what it writes: more than any of torch's optimizers allocates in an update, once it has its state."""
 _SPARSE = (
-    "clip_norm needs dense gradients, and an embedding with sparse=True has sparse ones. Use clip_norm=none, or build "
-    "the embedding without sparse=True"
+    "{} needs dense gradients, and an embedding with sparse=True has sparse ones. Use {}, or build the embedding "
+    "without sparse=True"
 )
 
 
@@ -221,16 +221,19 @@ def update(
         The loss scale before and after the update, on the device; ``None`` without a scaler.
 
     Raises:
-        WorkloadError: sparse gradients would have to be clipped.
+        WorkloadError: there are sparse gradients, which cannot be clipped, nor be taken by an optimizer of 8 bits.
     """
     params = in_groups(optimizer)
     if scaler:
         one = torch.ones((), dtype=torch.float32, device=params[0].device)
         before = scaler.scale(one)
         scaler.unscale_(optimizer)
+    in_8_bits = bitsandbytes_internals.is_adamw8bit(optimizer)
+    dense = in_8_bits or clip_norm is not None
+    if dense and any(param.grad is not None and param.grad.is_sparse for param in params):
+        instead = ("AdamW8bit", "optimizer=sgd") if in_8_bits else ("clip_norm", "clip_norm=none")
+        raise WorkloadError(_SPARSE.format(*instead))
     if clip_norm is not None:
-        if any(param.grad is not None and param.grad.is_sparse for param in params):
-            raise WorkloadError(_SPARSE)
         torch.nn.utils.clip_grad_norm_(params, clip_norm, foreach=foreach)
     step()
     if not scaler:
