@@ -18,7 +18,7 @@ from ..report.instead import Instead
 from ..report.rescue import Rescue
 from ..report.run_summary import Evaluation
 from ..shared.messages import ChunkReply, DeviceUse, Leak, Reading, Sample
-from ..shared.settings import Settings
+from ..shared.settings import OWN, Settings
 from ..shared.units import name_ranks
 from .answers import Answers
 
@@ -77,7 +77,7 @@ class History:
         seen_before: samples that all ranks had seen when training was resumed.
         asked: what was predicted, to be held against what came.
         model_version: grows with whatever may change the model, such as a cell on the ranks.
-        foreseen: the latest prediction for settings, since the model may have changed.
+        foreseen: the latest prediction for settings, since the model, or which optimizers hold state, may have changed.
         foreseen_version: grows with every change of that.
         answers: what was found in place of settings that do not fit, since the model may have changed.
         noise_scale: of the gradients of what is loaded, in samples, where it was measured last.
@@ -92,23 +92,19 @@ class History:
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.tried: list[Tried] = []
         self.asked: deque[Asked] = deque(maxlen=ASKED_KEPT)
-        self.model_version = 0
+        self.version = self.model_version = self.foreseen_version = 0
         self.foreseen: dict[Settings, Prediction] = {}
         self.answers = Answers()
-        self.foreseen_version = 0
         self.pinned: Tried | None = None
         self.readings: list[Reading | None] = [None] * size
         self.device_uses: list[DeviceUse | None] = [None] * size
-        self.steps = 0
+        self.steps = self.seen_before = self.loaded_as = self.changed_after = 0
         self.rescue: Rescue | None = None
         self.autotuned: Event | None = None
         self.leaks: dict[str, tuple[Leak, ...]] = {}
-        self.loaded_as = self.changed_after = 0
         self._changed_s = -math.inf
-        self.seen_before = 0
         self.noise_scale: float | None = None
         self.evaluations: deque[Evaluation] = deque(maxlen=EVALUATIONS_KEPT)
-        self.version = 0
         self._by_rank: list[deque[Sample]] = [deque(maxlen=STEPS_KEPT) for _ in range(size)]
         self._lock = threading.Lock()
 
@@ -137,6 +133,9 @@ class History:
                 if of_step[0].time_s <= self._changed_s:  # it ended before the cell, and only its answer comes after
                     self.changed_after = step
                 tried = self._of_step(step, of_step[0].settings_id)
+                if tried and not tried.steps and tried.settings.optimizer == OWN:  # whose state stays beside others now
+                    self.foreseen = {one: said for one, said in self.foreseen.items() if one.optimizer == OWN}
+                    self.foreseen_version += 1
                 if tried:
                     tried.add(of_step, limits)
                 elif self.tried:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 from gpumem_nb.kernel.history import Entry, History
+from gpumem_nb.planning.score import Asked
 from gpumem_nb.report.configurations import Tried
 from gpumem_nb.shared.messages import Ledger, Reading, Sample
 from gpumem_nb.shared.settings import Settings
+from tests.unit.test_doctor import prediction
 
 READING = Reading(1, 1, 2, 2, None, None)
 
@@ -76,3 +78,18 @@ def test_logs_are_told_once_more_what_trains_when_autotune_has_ended() -> None:
     history.autotune_ended("None of 1 other settings was clearly faster.")
     configurations = [entry.what for entry in told if isinstance(entry.what, Tried)]
     assert [one.settings_id for one in configurations] == [1, 2, 1]
+
+
+def test_what_was_foreseen_of_other_optimizers_is_asked_again_once_ones_own_has_its_state_beside_them() -> None:
+    own, sgd = Settings(optimizer="own"), Settings(optimizer="sgd")
+    history = History(1)
+    history.begin(1, "w", own)
+    for settings in (own, sgd):
+        history.predicted(Asked(prediction(settings), history.model_version, own, 0))
+    version = history.foreseen_version
+    history.add([sample(1, 1)], [READING])
+    assert list(history.foreseen) == [own]
+    assert history.foreseen_version > version
+    history.predicted(Asked(prediction(sgd), history.model_version, own, 0))
+    history.add([sample(2, 1)], [READING])
+    assert list(history.foreseen) == [own, sgd]
