@@ -152,6 +152,14 @@ def test_weights_that_it_would_lay_out_anew_are_refused() -> None:
     model.apply(Settings(optimizer="adamw8bit"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_weights_of_types_that_it_would_cut_to_fp32_are_refused(dtype: torch.dtype) -> None:
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(80, 80, dtype=dtype))]
+    with pytest.raises(WorkloadError, match=r"of shape \(80, 80\) is (float64|complex64)\. Use optimizer=adamw"):
+        optimizers.build(weights, Settings(optimizer="adamw8bit"))
+    optimizers.build([weights[0], weights[1].requires_grad_(False)], Settings(optimizer="adamw8bit"))
+
+
 def test_sparse_gradients_are_refused_in_a_sentence() -> None:
     table = nn.Embedding(100, 64, sparse=True)
     optimizer = bitsandbytes_internals.adamw8bit(table.parameters(), 1e-3)

@@ -34,6 +34,7 @@ _IMPLEMENTATION_FLAGS: dict[str, dict[str, bool]] = {
     "fused": {"foreach": False, "fused": True},
     "loop": {"foreach": False, "fused": False},
 }
+_OF_8_BITS = (torch.float32, torch.float16, torch.bfloat16)  # types of weights
 UPDATE_COPIES = 3
 """Of what it writes: more than any of torch's optimizers allocates in an update, once it has its state."""
 _SPARSE = (
@@ -50,11 +51,17 @@ def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
 
 
 def _in_8_bits(params: list[Tensor], lr: float) -> Optimizer:
+    trained = [param for param in params if param.requires_grad]
+    if (odd := next((param for param in trained if param.dtype not in _OF_8_BITS), None)) is not None:
+        raise WorkloadError(
+            f"optimizer=adamw8bit computes in fp32 at most, and a weight of shape {tuple(odd.shape)} is "
+            f"{str(odd.dtype).removeprefix('torch.')}. Use optimizer=adamw."
+        )
     # It lays such weights out anew in its first update, but not the moments that it has of them already.
-    if odd := [param for param in params if param.requires_grad and not param.is_contiguous()]:
+    if (odd := next((param for param in trained if not param.is_contiguous()), None)) is not None:
         raise WorkloadError(
             "optimizer=adamw8bit needs weights that lie in memory in the order of their indices, and one of shape "
-            f"{tuple(odd[0].shape)} lies otherwise, such as in channels_last. Run "
+            f"{tuple(odd.shape)} lies otherwise, such as in channels_last. Run "
             "model.to(memory_format=torch.contiguous_format) on all ranks, or use optimizer=adafactor."
         )
     try:
