@@ -61,8 +61,8 @@ def _in_8_bits(params: list[Tensor], lr: float) -> Optimizer:
     if (odd := next((param for param in trained if not param.is_contiguous()), None)) is not None:
         raise WorkloadError(
             "optimizer=adamw8bit needs weights that lie in memory in the order of their indices, and one of shape "
-            f"{tuple(odd.shape)} lies otherwise, such as in channels_last. Run "
-            "model.to(memory_format=torch.contiguous_format) on all ranks, or use optimizer=adafactor."
+            f"{tuple(odd.shape)} lies otherwise, such as in channels_last. Attach the model without channels_last, or "
+            "use optimizer=adafactor."
         )
     try:
         with modes_set_aside():  # its tables of numbers are real ones in a dry run, too
