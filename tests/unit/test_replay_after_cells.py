@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any, cast
 
@@ -95,3 +96,38 @@ def test_a_large_tensor_that_a_block_writes_unseen_for_the_first_time_is_refused
         return [param.detach().clone() for param in net.parameters()]
 
     assert all(map(torch.equal, trained("none"), trained("blocks")))
+
+
+class Counted(nn.Linear):
+    """Counts how often it runs, in what no undo and no replay puts back."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        next(self.calls)
+        return super().forward(x).tanh()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("mode", ["blocks", "sqrt"])
+def test_blocks_that_a_cell_puts_in_the_place_of_others_are_checkpointed_too(mode: str) -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(Counted())
+
+    trainer = Trainer(
+        Workload("net", lambda: nn.Sequential(block(), block()), rows, loss), stream(), opened(), time.time()
+    )
+    chunk = Chunk(Settings(batch_size=2, checkpointing=mode), 1, 2)
+    assert trainer.run(chunk).failure is None
+    model = cast(nn.Sequential, trainer.live.model)
+    for place in range(2):
+        model[place] = block()
+    trainer.live.optimizer.add_param_group({"params": list(model.parameters())})
+    cells.one_more()
+    counted = [one for one in model.modules() if isinstance(one, Counted)]
+    assert trainer.run(chunk).failure is None  # whose first step the ranks begin again: they train other weights now
+    before = [next(one.calls) for one in counted]
+    assert trainer.run(chunk).failure is None
+    assert [next(one.calls) - count - 1 for one, count in zip(counted, before, strict=True)] == [2 * 2] * 2

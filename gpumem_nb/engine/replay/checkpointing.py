@@ -64,6 +64,9 @@ class Checkpointing:
     """Checkpointing of one model under one mode, on from construction until :meth:`take_off`.
 
     Training has it on inside of its steps only: in cells the model is a plain one, to call, to copy and to pickle.
+
+    Attributes:
+        blocks: those that are checkpointed.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Checkpointing:
             selection.take(blocks)
         self._length = SEGMENT_BLOCKS[mode](len(blocks))
         self._mode = mode
-        self._blocks = blocks
+        self.blocks = blocks
         self._entered = False
         self._draws = Draws()
         self._last_index = -1
@@ -101,7 +104,7 @@ class Checkpointing:
 
     def put_on(self) -> None:
         """Checkpoint whatever the model computes from now on."""
-        for block, (enter, leave) in zip(self._blocks, self._hooks, strict=True):
+        for block, (enter, leave) in zip(self.blocks, self._hooks, strict=True):
             # First and last of all hooks, so that a replay runs the others on the same inputs.
             self._handles += [
                 block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
@@ -143,8 +146,8 @@ class Checkpointing:
         """
         if not self._entered:
             raise WorkloadError(
-                f"checkpointing={self._mode} has no effect: forward calls none of the {len(self._blocks)} blocks; the "
-                f"first is a {type(self._blocks[0]).__name__}. Use checkpointing=none, or name modules that forward "
+                f"checkpointing={self._mode} has no effect: forward calls none of the {len(self.blocks)} blocks; the "
+                f"first is a {type(self.blocks[0]).__name__}. Use checkpointing=none, or name modules that forward "
                 "calls in Workload(blocks=...)."
             )
 

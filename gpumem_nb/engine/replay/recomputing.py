@@ -44,12 +44,14 @@ class Recomputing:
     def set_checkpointing(self, settings: Settings) -> None:
         """Compute activations again instead of keeping them, in segments and as many as the settings say.
 
+        Blocks that came into the model since the last time are found.
+
         Raises:
             WorkloadError: the model has no blocks, or none that can be computed again so; nothing is checkpointed then.
         """
         mode = checkpointing_of(settings)
         selection = self._selection if mode == "selective" else None
-        if mode != self._mode:
+        if mode != self._mode or self._others_came:
             if self._checkpointing:
                 self._checkpointing.remove()
             self._mode, self._checkpointing = "none", None
@@ -59,6 +61,11 @@ class Recomputing:
             self._mode = mode
         if selection:
             selection.follow(settings.activation_budget, settings.precision)
+
+    @property
+    def _others_came(self) -> bool:
+        known = self._checkpointing.blocks if self._checkpointing else None
+        return known is not None and list(map(id, known)) != list(map(id, self.blocks))
 
     def forward_ended(self) -> None:
         """The loss was computed.

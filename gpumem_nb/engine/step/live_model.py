@@ -232,11 +232,11 @@ class LiveModel:
     def refuse_strangers(self) -> None:
         """Weights that came into the model meanwhile must be trained, or frozen; others must have their old shapes.
 
-        A head that came is made to give logits as the knob says.
+        Blocks and a head that came are made to do as the knobs say.
 
         Raises:
-            WorkloadError: naming the first that no optimizer has, one of another shape, a ``SyncBatchNorm``, or a head
-                that does not go with the knob.
+            WorkloadError: naming the first that no optimizer has, one of another shape, a ``SyncBatchNorm``, or blocks
+                or a head that do not go with the knobs.
         """
         for part in self.parts.named.values():
             check_modules(part)
@@ -253,6 +253,7 @@ class LiveModel:
                     f"{name} came into the model after it was attached, and no optimizer trains it. Add it with "
                     "optimizer.add_param_group({'params': [...]}) on all ranks, or attach the model again."
                 )
+        self.recomputing.set_checkpointing(self.settings)
         self.recomputing.set_loss_head(self.settings.loss_head)
 
     def sparse_places(self) -> list[int]:
