@@ -212,7 +212,7 @@ PLANTS: dict[str, Plant] = {
         {"batch_size": 2, "fusion_threshold_mib": 1},
         optimizer="adamw",
         filled=0.9,
-        flip={"optimizer": "momentum"},
+        flip={"optimizer": "adafactor"},
     ),
     "a fat fusion buffer": Plant(
         "communication buffers dominate",

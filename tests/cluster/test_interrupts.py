@@ -215,12 +215,15 @@ def test_a_flip_that_waits_is_interrupted(two_ranks: Session) -> None:
     session.attach(model="net", loss="loss", data="rows")
     session.train(1)
     until(lambda: not internals.ranks_have_requests(session))  # a snapshot that is still made would count as one
-    os.kill(session.ranks[0].pid, signal.SIGSTOP)
-    stop = Stop(asked(session))
-    with pytest.raises(Interrupted, match="Rank"):
-        session.set(learning_rate=0.123)
+    stopped = session.ranks[0].pid
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        stop = Stop(asked(session))
+        with pytest.raises(Interrupted, match="Rank"):
+            session.set(learning_rate=0.123)
+    finally:  # else it would keep the tests after this one waiting
+        os.kill(stopped, signal.SIGCONT)
     assert in_time(stop.took_s(), PROMPT_S)
-    os.kill(session.ranks[0].pid, signal.SIGCONT)
     assert session.train(1).steps == 1
 
 

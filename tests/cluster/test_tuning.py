@@ -84,7 +84,7 @@ def test_what_trains_already_fits_whatever_is_predicted(
     session.set(batch_size=16)
     session.train(3)
     monkeypatch.setattr(Scoreboard, "missed", lambda board, version: (0.0, 5.0))
-    result = session.tune(seconds=5, knobs=["optimizer_impl"])
+    result = session.tune(seconds=60, knobs=["optimizer_impl"])  # it ends when all was looked at
     assert result.now is not None
     assert "do not fit" not in result.why
     assert any(not one.fits for one in result.looked_at if one is not result.now)
@@ -145,7 +145,7 @@ def test_a_precision_that_is_slow_is_left_after_its_first_step(two_ranks: Sessio
     two_ranks.run(f"torch.manual_seed(0)\n{SLOW}")
     two_ranks.attach(model="net", data="rows", loss="criterion")
     two_ranks.set(batch_size=16, accumulation_steps=2)
-    result = two_ranks.tune(seconds=12, knobs=["precision", "batch_size"], same_mathematics=False)
+    result = two_ranks.tune(seconds=60, knobs=["precision", "batch_size"], same_mathematics=False)
     slow = [why for one, why in result.refused.items() if one.precision == "fp16"]
     assert slow
     assert all("times as long as in another precision" in why for why in slow)
@@ -160,7 +160,7 @@ def test_a_precision_that_is_slow_is_left_after_its_first_step(two_ranks: Sessio
 def test_where_nothing_fits_that_is_the_answer(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, **DIGITS)
     session.set(batch_size=16)
-    result = session.tune(budget="1 MiB", seconds=20, knobs=["batch_size", "checkpointing"])
+    result = session.tune(budget="1 MiB", seconds=120, knobs=["batch_size", "checkpointing"])
     assert result.best is None
     assert result.why.startswith("Nothing fits 1.0 MiB: the least is ")
     with pytest.raises(WorkloadError, match="nothing to apply"):
