@@ -94,7 +94,7 @@ def test_a_model_that_asks_when_it_is_built_takes_its_step_without_memory(
     model: Callable[[], nn.Module], line: str
 ) -> None:
     plain, asks = predict(Plain), predict(model)
-    assert asks.live_peak_bytes == plain.live_peak_bytes
+    assert abs(asks.live_peak_bytes - plain.live_peak_bytes) <= 64  # a single number may be let go of a moment later
     assert asks.reserved_peak_bytes == pytest.approx(plain.reserved_peak_bytes, abs=SEGMENT_BYTES)
     assert "from a step on fake tensors, after building the model with memory for its weights" in asks.basis
     assert "aten._local_scalar_dense.default needs the values of a tensor" in asks.basis
