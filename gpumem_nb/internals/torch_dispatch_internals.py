@@ -7,6 +7,7 @@ that counts changes in place, which a mode does not pass through.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ def count_modes() -> int:
 def leave_mode() -> None:
     """Leave the innermost dispatch mode, which was never left."""
     _pop_mode()
+
+
+@cache
+def writes(operator: Any) -> bool:
+    """Return whether an operator writes into any of its arguments; one of higher order says nothing of that."""
+    return bool(hasattr(operator, "_schema") and operator._schema.is_mutable)
 
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

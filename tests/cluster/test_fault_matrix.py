@@ -53,7 +53,7 @@ def test_faults_at_random_moments(two_ranks: Session) -> None:
     session = trouble.prepared(two_ranks)
     for _ in range(25):
         session.set(
-            checkpointing=dice.choice(["none", "blocks", "sqrt"]),
+            checkpointing=dice.choice(["none", "selective", "blocks", "sqrt"]),
             accumulation_steps=dice.choice([1, 2]),
             optimizer=dice.choice(["adamw", "momentum", "own"]),
         )

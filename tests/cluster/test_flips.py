@@ -19,7 +19,7 @@ from tests.tiers import every, first_tier
 pytestmark = pytest.mark.cluster
 
 NEUTRAL: dict[str, list[dict[str, Any]]] = {
-    "checkpointing": [{"checkpointing": mode} for mode in ("none", "blocks", "sqrt")],
+    "checkpointing": [{"checkpointing": mode} for mode in ("none", "selective", "blocks", "sqrt")],
     "split": [{"batch_size": 32 // count, "accumulation_steps": count} for count in (1, 2, 4)],
     "optimizer_impl": [{"optimizer_impl": name} for name in ("default", "foreach", "fused", "loop")],
 }

@@ -59,7 +59,7 @@ float(torch.load(file, weights_only=False)(X[:8]).sum())
 }
 
 
-@pytest.mark.parametrize("checkpointing", ["blocks", "sqrt"])
+@pytest.mark.parametrize("checkpointing", ["selective", "blocks", "sqrt"])
 def test_cells_find_a_plain_model_under_checkpointing(two_ranks: Session, checkpointing: str) -> None:
     plain, trained = list[Any](), list[float]()
     for mode, found in (("none", plain), (checkpointing, list[Any]())):

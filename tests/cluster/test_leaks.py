@@ -324,7 +324,7 @@ def test_cells_may_allocate_while_training_goes_on_and_loading_clears_the_list(t
 def random_settings(dice: random.Random) -> dict[str, Any]:
     return {
         "precision": dice.choice(["fp32", "bf16", "fp16"]),
-        "checkpointing": dice.choice(["none", "blocks", "sqrt"]),
+        "checkpointing": dice.choice(["none", "selective", "blocks", "sqrt"]),
         "batch_size": dice.choice([2, 4, 8]),
         "accumulation_steps": dice.choice([1, 2]),
         "optimizer": dice.choice(["sgd", "momentum", "adam", "adamw"]),

@@ -149,7 +149,7 @@ def random_settings(dice: random.Random) -> dict[str, object]:
     """Any settings that the workload can be trained under."""
     return {
         "precision": dice.choice(["fp32", "bf16"]),
-        "checkpointing": dice.choice(["none", "blocks", "sqrt"]),
+        "checkpointing": dice.choice(["none", "selective", "blocks", "sqrt"]),
         "batch_size": dice.choice([2, 4, 8]),
         "accumulation_steps": dice.choice([1, 2]),
         "optimizer": dice.choice(["sgd", "momentum", "adam", "adamw", "adafactor", "own"]),

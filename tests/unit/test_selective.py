@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -224,6 +225,44 @@ def test_a_graph_can_be_run_backward_twice() -> None:
         once = torch.autograd.grad(value, list(model.parameters()), retain_graph=True)
         twice = torch.autograd.grad(value, list(model.parameters()))
     assert all(map(torch.equal, once, twice))
+
+
+class Routed(nn.Module):
+    """Writes in place as often as the input says, and reads in between where it says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        way = int(x.detach()[0, 0, 0])
+        hidden = self.linear(x)
+        seen = hidden.exp() if way == 7 else 0
+        for _ in range(way % 4):
+            hidden = hidden.mul_(0.9)
+        if way == 5:
+            seen, hidden = hidden + 1, hidden.relu_()
+        x = torch.cat([torch.full_like(x[..., :1], way), (hidden.tanh() + seen)[..., 1:]], -1)
+        return x
+
+
+@pytest.mark.parametrize("ways", [(1, 2, 3, 0), (2, 5, 1), (1, 7, 5, 2), (3, 7, 1), (0, 1, 5, 7)])
+def test_a_forward_that_takes_another_way_than_the_one_learned_from_is_the_same(ways: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    plain = Stack(Routed, 3)
+    model = copy.deepcopy(plain)
+    parts, state = selective(model, 0.95), ForwardState([model])
+    for way in ways:
+        batch = rows()
+        batch[..., 0] = way
+        for one in (plain, model):
+            one.zero_grad()
+        plain(batch).square().mean().backward()
+        step(model, parts, state, lambda batch=batch: model(batch).square().mean())  # type: ignore[misc]
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(mine.grad, theirs.grad)
 
 
 def test_a_result_that_is_changed_in_place_after_its_block_is_refused() -> None:

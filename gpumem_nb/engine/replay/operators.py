@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
-from ...internals.torch_dispatch_internals import TorchDispatchMode, arguments, written
+from ...internals.torch_dispatch_internals import TorchDispatchMode, arguments, writes, written
 from ...internals.torch_internals import address
 from ...memory.tensors import storage_of, tensors_in
 
@@ -148,35 +148,49 @@ class Learning(Counting):
         return Results(dict(islice(self._results.items(), self._until)), self._saved_bytes)
 
     def _note(self, operator: Operator, func: Any, args: Any, kwargs: Any, given: Any) -> None:
-        sources, outputs = _storages((args, kwargs)), _storages(given)
-        into = _storages(written(func, args, kwargs))
-        new = {place: storage for place, storage in outputs.items() if place not in sources}
-        cost = _cost(func, args, kwargs, given, sources, new or into)
+        touched = Touched(func, args, kwargs, given)
+        cost = _cost(func, args, kwargs, given, touched)
         draws, own = draws_numbers(func, args, kwargs), arguments(func, args, kwargs).get("generator") is not None
-        for place in into:
+        for place in touched.into:
             if made := self._made.get(place):
-                in_place = len(into) == 1 and not new and isinstance(args[0], Tensor) and given is args[0]
-                made.result.can_be_kept &= in_place and not own and not made.was_read
+                made.result.can_be_kept &= touched.in_place and not made.was_read
                 made.result.draws |= draws
                 made.result.finished_by += (operator,)
                 made.result.cost += cost
-        if new or into or not outputs:  # no view, nor something like it
-            self._read(set(sources) - set(into))
-        if not new:
-            return
-        if sources.keys() <= self._constants.keys():  # of weights alone, or of nothing
-            self._constants |= {place: StorageWeakRef(storage) for place, storage in new.items()}
-            return
-        nbytes = sum(storage.nbytes() for storage in new.values())
-        result = Result(nbytes, cost, draws=draws, can_be_kept=not (own or operator[0] == _CAST))
-        self._results[operator] = result
-        for place, storage in new.items():
-            self._made[place] = _Storage(StorageWeakRef(storage), result, storage.nbytes())
-
-    def _read(self, places: Iterable[int]) -> None:
-        for place in places:
+        for place in touched.read:
             if made := self._made.get(place):
                 made.was_read = True
+        if not touched.new:
+            return
+        if touched.sources.keys() <= self._constants.keys():  # of weights alone, or of nothing
+            self._constants |= {place: StorageWeakRef(storage) for place, storage in touched.new.items()}
+            return
+        nbytes = sum(storage.nbytes() for storage in touched.new.values())
+        result = Result(nbytes, cost, draws=draws, can_be_kept=not (own or operator[0] == _CAST))
+        self._results[operator] = result
+        for place, storage in touched.new.items():
+            self._made[place] = _Storage(StorageWeakRef(storage), result, storage.nbytes())
+
+
+class Touched:
+    """The storages that an operator has to do with, by their addresses.
+
+    Attributes:
+        sources: those of its arguments.
+        into: of these, those that it writes into.
+        new: those that it made.
+        read: of the sources, those whose content counted; views have none.
+        in_place: it gives the one argument that it wrote into, and took no numbers from a generator of the user's.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, given: Any) -> None:
+        self.sources, outputs = _storages((args, kwargs)), _storages(given)
+        self.into = _storages(written(func, args, kwargs)) if writes(func) else {}
+        self.new = {place: storage for place, storage in outputs.items() if place not in self.sources}
+        counts = self.new or self.into or not outputs  # it is no view, nor something like it
+        self.read = set(self.sources) - set(self.into) if counts else set()
+        alone = len(self.into) == 1 and not self.new and bool(args) and given is args[0]
+        self.in_place = alone and arguments(func, args, kwargs).get("generator") is None
 
 
 _name = cache(str)  # of few operators, each called often
@@ -195,9 +209,10 @@ def draws_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     return not is_attention or bool(arguments(func, args, kwargs).get("dropout_p", 0.0))
 
 
-def _cost(func: Any, args: Any, kwargs: Any, given: Any, sources: Any, into: Any) -> float:
+def _cost(func: Any, args: Any, kwargs: Any, given: Any, touched: Touched) -> float:
     """Return how long an operator takes, as many bytes as could be moved meanwhile."""
-    moved = sum(storage.nbytes() for storage in (*sources.values(), *into.values()))
+    results = touched.new or touched.into
+    moved = sum(storage.nbytes() for storage in (*touched.sources.values(), *results.values()))
     first = next(tensors_in(given), None)
     formula = flop_registry.get(func.overloadpacket)
     if formula is None and "scaled_dot_product" in str(func):  # that of the CPU, whose further arguments are others

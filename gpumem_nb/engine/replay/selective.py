@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...internals.torch_dispatch_internals import sharing
+from ...internals.torch_dispatch_internals import sharing, writes
 from ...internals.torch_internals import address, is_compiled, uncompiled, version
 from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import mapped, storage_of, tensors_in
@@ -22,7 +22,7 @@ from ...shared.errors import WorkloadError
 from .. import cells
 from ..random_state import RandomState
 from .block_state import SOMETHING_ELSE, cannot
-from .operators import Counting, Kept, Learning, Operator, Result, Results, draws_numbers
+from .operators import Counting, Kept, Learning, Operator, Result, Results, Touched, draws_numbers
 
 
 class Learned(Exception):
@@ -87,22 +87,44 @@ class LearningRun(Run):
 
 
 class KeepingRun(Run):
-    """One of which the results of some operators are kept."""
+    """One of which the results of some operators are kept.
+
+    Attributes:
+        kept: which.
+        results: what these gave, and for inputs of which kind.
+        ends: those that wrote into one of these results, and which.
+        random: where torch's random numbers stood after operators that took some, and will not do so again.
+    """
 
     def __init__(self, kept: Kept) -> None:
         self.kept = kept
         self.results: dict[Operator, tuple[list[Any], Any]] = {}
-        self.random: dict[Operator, RandomState] = {}  # after operators that take numbers, and will not do so again
-        self._places: set[int] = set()
+        self.ends: dict[Operator, Operator] = {}
+        self.random: dict[Operator, RandomState] = {}
+        self._places: dict[int, Operator] = {}
 
-    def keep(self, operator: Operator, given: Any, inputs: list[Any]) -> None:
-        """Keep what an operator gave for inputs of this kind."""
+    def keep(self, operator: Operator, given: Any, inputs: list[Any]) -> list[int]:
+        """Keep what an operator gave for inputs of this kind; return the storages."""
         self.results[operator] = inputs, mapped(Tensor, _Held, given)
-        for tensor in tensors_in(given):
-            if (storage := storage_of(tensor)) is not None:
-                self._places.add(address(storage))
-            if Recorder.current:
+        places = [address(storage) for storage in map(storage_of, tensors_in(given)) if storage is not None]
+        self._places |= dict.fromkeys(places, operator)
+        if Recorder.current:
+            for tensor in tensors_in(given):
                 Recorder.current.saved(tensor)
+        return places
+
+    def goes_on(self, operator: Operator, place: int) -> None:
+        """An operator writes into what is kept."""
+        of = self.ends[operator] = self._places[place]
+        mapped(_Held, lambda held: held.written(place), self.results[of][1])
+
+    def drop(self, place: int) -> None:
+        """Keep no more what lies there, if anything does."""
+        if (of := self._places.get(place)) is not None:
+            del self.results[of]
+            self._places = {one: operator for one, operator in self._places.items() if operator != of}
+            self.ends = {end: operator for end, operator in self.ends.items() if operator != of}
+            self.random = {one: state for one, state in self.random.items() if one in self.results or one in self.ends}
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor that autograd saves lies in what is kept."""
@@ -119,7 +141,7 @@ class KeepingRun(Run):
 
     def let_go(self) -> None:
         """Backward has come to it: from now on the graph keeps what it needs."""
-        self.results, self.random = {}, {}
+        self.results, self.ends, self.random = {}, {}, {}
 
 
 class _Held:
@@ -130,9 +152,9 @@ class _Held:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = sharing(tensor), version(tensor)
 
-    def written(self, tensor: Tensor) -> None:
-        """An operator writes into this tensor, which may lie in the same storage; torch counts that when it returns."""
-        if address(self.tensor.untyped_storage()) == address(tensor.untyped_storage()):
+    def written(self, place: int) -> None:
+        """An operator writes into a storage, which may be that of this one; torch counts it when that returns."""
+        if address(self.tensor.untyped_storage()) == place:
             self.version = version(self.tensor) + 1
 
     def get(self) -> Tensor:
@@ -150,25 +172,35 @@ class _Held:
 
 
 class _Keeping(Counting):
-    """Keeps what is chosen while a block runs."""
+    """Keeps what is chosen while a block runs, in the state in which other operators leave it in place."""
 
-    def __init__(self, into: KeepingRun) -> None:
+    def __init__(self, run: KeepingRun) -> None:
         super().__init__()
-        self._into = into
-        self._ends = {end: operator for operator, result in into.kept.items() for end in result.finished_by}
+        self._run = run
+        self._unfinished: dict[int, int] = {}  # how many operators will write into a kept storage, before it is read
 
     def call(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         """Let it run, and keep what it gives or changes."""
-        given = func(*args, **kwargs)
-        if operator in self._into.kept:
-            self._into.keep(operator, given, _kinds((args, kwargs)))
-        elif (of := self._ends.get(operator)) in self._into.results:
-            mapped(_Held, lambda held: held.written(args[0]), self._into.results[of][1])
-        else:
-            return given
-        if draws_numbers(func, args, kwargs):
-            self._into.random[operator] = RandomState.take(slow=False)
+        given, run = func(*args, **kwargs), self._run
+        if self._unfinished or writes(func):
+            self._look(operator, Touched(func, args, kwargs, given))
+        if result := run.kept.get(operator):
+            places = run.keep(operator, given, _kinds((args, kwargs)))
+            self._unfinished |= dict.fromkeys(places, len(result.finished_by)) if result.finished_by else {}
+        if (operator in run.results or operator in run.ends) and draws_numbers(func, args, kwargs):
+            run.random[operator] = RandomState.take(slow=False)
         return given
+
+    def _look(self, operator: Operator, touched: Touched) -> None:
+        for place in touched.read:
+            self._unfinished.pop(place, None)
+        for place in touched.into:
+            expected = self._unfinished.get(place, 0)
+            if expected and touched.in_place:
+                self._run.goes_on(operator, place)
+                self._unfinished[place] = expected - 1
+            else:  # it takes another way than the forward that was learned from
+                self._run.drop(place)
 
 
 class _Returning(Counting):
@@ -176,20 +208,18 @@ class _Returning(Counting):
 
     def __init__(self, run: KeepingRun) -> None:
         super().__init__()
-        self._results, self._random = run.results, run.random
-        held = (result for operator, result in run.kept.items() if operator in self._results)
-        self._ends = {end for result in held for end in result.finished_by}
+        self._run = run
 
     def call(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         """Give what was kept, or let it run."""
-        if operator in self._random:
-            self._random[operator].put_back()
-        if operator in self._results:
-            inputs, given = self._results.pop(operator)
+        if after := self._run.random.get(operator):
+            after.put_back()
+        if kept := self._run.results.pop(operator, None):
+            inputs, given = kept
             if inputs != _kinds((args, kwargs)):
                 raise cannot(SOMETHING_ELSE)
             return mapped(_Held, _Held.get, given)
-        if operator in self._ends:
+        if operator in self._run.ends:
             return args[0]  # which is as it was left
         return func(*args, **kwargs)
 
