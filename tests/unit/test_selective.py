@@ -56,7 +56,7 @@ class Convolving(nn.Module):
 
 
 class Odd(nn.Module):
-    """Draws numbers, decides by a value, writes into parts of a result, and counts its calls."""
+    """Draws numbers, decides by a value, writes into parts of results, and counts its calls."""
 
     mean: Tensor
 
@@ -69,7 +69,9 @@ class Odd(nn.Module):
         self.calls += 1
         hidden = self.linear(x).exp()
         hidden = hidden.sin() if float(hidden.mean()) > 0.5 else hidden.cos()
-        noisy = hidden * torch.rand_like(hidden)
+        places = torch.empty_like(order := hidden.detach()[0, 0].argsort())
+        places[order] = torch.arange(len(order))
+        noisy = hidden[..., order][..., places] * torch.rand_like(hidden)
         noisy[:, ::2] *= 0.5
         with torch.no_grad():
             self.mean.lerp_(noisy.mean((0, 1)), 0.1)

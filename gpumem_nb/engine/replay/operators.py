@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ Operator = tuple[str, int]
 
 _CAST = "aten._to_copy.default"
 """Autocast casts once what is a leaf: of a block's input one cast less when it runs once more, from a leaf."""
+
+_MAKES_ANOTHER = re.compile(r"_like\.|\.new_")
+"""Operators that make a tensor like another one; torch does not take them to compute with that."""
 
 _FLOPS_A_BYTE = {4: 20, 8: 10}
 """Operations for which a processor takes as long as for moving a byte, by bytes of a number.
@@ -145,6 +149,9 @@ class Learning(Counting):
             if made := self._made.get(place):
                 made.result.can_be_kept = False
                 self._saved_bytes -= made.nbytes * made.is_saved
+        for (name, _), result in self._results.items():
+            if _MAKES_ANOTHER.search(name):  # whose changes torch counts anew when it is handed out
+                result.can_be_kept &= bool(result.finished_by)
         return Results(dict(islice(self._results.items(), self._until)), self._saved_bytes)
 
     def _note(self, operator: Operator, func: Any, args: Any, kwargs: Any, given: Any) -> None:

@@ -113,10 +113,10 @@ class KeepingRun(Run):
                 Recorder.current.saved(tensor)
         return places
 
-    def goes_on(self, operator: Operator, place: int) -> None:
-        """An operator writes into what is kept."""
+    def goes_on(self, operator: Operator, place: int, tensor: Tensor) -> None:
+        """An operator writes into what is kept, by this tensor of the same storage."""
         of = self.ends[operator] = self._places[place]
-        mapped(_Held, lambda held: held.written(place), self.results[of][1])
+        mapped(_Held, lambda held: held.written(place, tensor), self.results[of][1])
 
     def drop(self, place: int) -> None:
         """Keep no more what lies there, if anything does."""
@@ -147,15 +147,16 @@ class KeepingRun(Run):
 class _Held:
     """A tensor that an operator gave, without its graph, and the version that it came to."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("_counted", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = sharing(tensor), version(tensor)
+        self.tensor = self._counted = sharing(tensor)
+        self.version = version(tensor)
 
-    def written(self, place: int) -> None:
+    def written(self, place: int, tensor: Tensor) -> None:
         """An operator writes into a storage, which may be that of this one; torch counts it when that returns."""
         if address(self.tensor.untyped_storage()) == place:
-            self.version = version(self.tensor) + 1
+            self._counted, self.version = sharing(tensor), version(tensor) + 1
 
     def get(self) -> Tensor:
         """Give the tensor, below autograd.
@@ -163,7 +164,7 @@ class _Held:
         Raises:
             WorkloadError: it was changed in place meanwhile.
         """
-        if version(self.tensor) != self.version:
+        if version(self._counted) != self.version:
             raise cannot(
                 "a result in it was changed in place after the block had run",
                 "Use checkpointing=blocks or none, or replace the in-place operation in the model.",
@@ -183,7 +184,7 @@ class _Keeping(Counting):
         """Let it run, and keep what it gives or changes."""
         given, run = func(*args, **kwargs), self._run
         if self._unfinished or writes(func):
-            self._look(operator, Touched(func, args, kwargs, given))
+            self._look(operator, Touched(func, args, kwargs, given), args)
         if result := run.kept.get(operator):
             places = run.keep(operator, given, _kinds((args, kwargs)))
             self._unfinished |= dict.fromkeys(places, len(result.finished_by)) if result.finished_by else {}
@@ -191,13 +192,13 @@ class _Keeping(Counting):
             run.random[operator] = RandomState.take(slow=False)
         return given
 
-    def _look(self, operator: Operator, touched: Touched) -> None:
+    def _look(self, operator: Operator, touched: Touched, args: Any) -> None:
         for place in touched.read:
             self._unfinished.pop(place, None)
         for place in touched.into:
             expected = self._unfinished.get(place, 0)
             if expected and touched.in_place:
-                self._run.goes_on(operator, place)
+                self._run.goes_on(operator, place, args[0])
                 self._unfinished[place] = expected - 1
             else:  # it takes another way than the forward that was learned from
                 self._run.drop(place)
