@@ -26,6 +26,7 @@ REPORT = Path(__file__).parents[2] / "docs" / "ladder.md"
 MARKER = "<!-- the rest is written by python -m tests.bench.rungs -->\n"
 RUNGS: dict[str, dict[str, Any]] = {
     "loss_head=chunked": {"loss_head": "chunked"},
+    "checkpointing=selective": {"checkpointing": "selective"},
     "checkpointing=blocks": {"checkpointing": "blocks"},
     "precision=bf16": {"precision": "bf16"},
     "batch_size=4 accumulation_steps=2": {"batch_size": 4, "accumulation_steps": 2},

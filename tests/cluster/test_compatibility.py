@@ -9,13 +9,15 @@ import pytest
 
 from gpumem_nb.session import Session
 from tests.matrix.case import Case
-from tests.matrix.cases import selected
+from tests.matrix.cases import of_selective, selected
 from tests.matrix.compare import Comparison
 from tests.tiers import every, first_tier
 
 pytestmark = pytest.mark.cluster
 
 
-@pytest.mark.parametrize("case", first_tier(selected(), every(10)), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*first_tier(selected(), every(10)), *first_tier(of_selective(), every(40))], ids=lambda case: case.name
+)
 def test_it_trains_as_the_plain_loop_does(two_ranks: Session, case: Case) -> None:
     Comparison(two_ranks).hold(case)

@@ -42,6 +42,13 @@ def of_deeds() -> Iterator[Case]:
                     yield Case(subject, deed, checkpointing, precision)
 
 
+def of_selective() -> Iterator[Case]:
+    """Every model that is not compiled, of which selective checkpointing keeps half; the page has no column of it."""
+    for subject in SUBJECTS:
+        if "torch.compile" not in subject.name:
+            yield from (Case(subject, checkpointing="selective", precision=precision) for precision in PRECISIONS[:2])
+
+
 def selected() -> Iterator[Case]:
     """Every model and every deed once, each under another checkpointing than its neighbours."""
     for index, subject in enumerate(SUBJECTS):

@@ -6,15 +6,18 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gpumem_nb.engine.replay.checkpointing import Checkpointing, find_blocks
 from gpumem_nb.engine.replay.operators import Result, Results
 from gpumem_nb.engine.replay.recomputing import Recomputing
-from gpumem_nb.engine.replay.selective import Learned, chosen
+from gpumem_nb.engine.replay.selective import Learned, Selection, chosen
 from gpumem_nb.engine.undo.step_undo import ForwardState, ForwardUndo
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
@@ -214,6 +217,35 @@ def test_what_costs_most_for_its_bytes_is_kept_first_and_a_budget_is_not_exceede
     assert set(first) == set(last) == {("dear", 0)}
     first, last = chosen([block, block], 0.99)
     assert set(first) == set(last) == {("dear", 0), ("cheap", 0)}
+
+
+@pytest.mark.parametrize("case", ["attention", "convolutions", "llama"])
+def test_what_is_kept_costs_nearly_as_much_as_in_an_exact_answer(case: str) -> None:
+    make, batch, loss = CASES[case]()
+    torch.manual_seed(1)
+    model = make().train()
+    blocks = learned(model, lambda: loss(model, batch))
+    results = [result for block in blocks for result in block.by_operator.values() if result.can_be_kept]
+    sizes, costs = np.array([one.nbytes for one in results]), np.array([one.cost for one in results])
+    for tenth in range(1, 10):
+        room = tenth / 10 * sum(block.saved_bytes for block in blocks)
+        kept = [result for of_block in chosen(blocks, tenth / 10) for result in of_block.values()]
+        assert sum(one.nbytes for one in kept) <= room
+        exact = milp(-costs, constraints=LinearConstraint(sizes[None], ub=room), integrality=1, bounds=Bounds(0, 1))
+        assert sum(one.cost for one in kept) >= -0.97 * exact.fun
+
+
+def learned(model: nn.Module, loss: Callable[[], Tensor]) -> list[Results]:
+    """What the operators of the model's blocks give."""
+    selection = Selection()
+    checkpointing = Checkpointing(model, find_blocks(model), "selective", selection)
+    checkpointing.take_off()
+    with checkpointing.on():
+        loss()
+        with pytest.raises(Learned):
+            selection.forward_ended()
+    checkpointing.remove()
+    return selection.results
 
 
 def test_a_graph_can_be_run_backward_twice() -> None:

@@ -272,7 +272,7 @@ class Selection:
             self._learned.clear()
         self._learning = None if self._precision in self._learned else [Results() for _ in self._blocks]
         if self._learning is None:
-            self.kept = self.kept or chosen(self._learned[self._precision], self._budget)
+            self.kept = self.kept or chosen(self.results, self._budget)
 
     def run_of(self, index: int, block: nn.Module) -> Run:
         """Return how a block is run."""
@@ -284,6 +284,11 @@ class Selection:
         """A block has run, and given this."""
         if self._learning is not None and isinstance(run, LearningRun):
             self._learning[index].add(run.learning.returned(output))
+
+    @property
+    def results(self) -> list[Results]:
+        """What the operators of each block give, as far as that was learned."""
+        return self._learned.get(self._precision, [])
 
     def forward_ended(self) -> None:
         """The loss was computed.
