@@ -100,7 +100,7 @@ BUILDS |= {"replacing": Replacing, "around": lambda params: Around(optim.Adam(pa
 # in the state of NAdam differ in each; of the user's own optimizers nothing is known.
 KNOWN = [("sgd loop", 1), ("adagrad fused", 1), ("momentum foreach", 2), ("adamw loop", 2), ("Adafactor False", 2)]
 KNOWN += [("RAdam False", 7), ("NAdam True", 7), ("replacing", 14), ("around", 14)]
-# The CPU's products of 16-bit matrices take memory inside, which is not foreseen.
+# The CPU's products of 16-bit matrices take memory inside, so such an update is taken and undone instead.
 CASES = [(name, torch.float32) for name in BUILDS] + [
     (name, torch.bfloat16) for name in BUILDS if not name.startswith(("Adafactor", "ASGD"))
 ]
@@ -179,6 +179,14 @@ def test_an_update_is_foreseen_to_the_byte_state_there_or_not(gpu: VirtualGPU, n
         for _ in range(3 if name == "around" else 2):
             with_gradients(net)
             compared(gpu, net, optimizer, fp16 and dtype is torch.float32, clip_norm)
+
+
+def test_what_the_cpus_products_of_16_bit_matrices_take_inside_is_not_guessed(gpu: VirtualGPU) -> None:
+    net = network(torch.bfloat16)
+    optimizer = optim.Adafactor(net.parameters())
+    with_gradients(net)
+    with pytest.raises(CannotBeForeseen, match="products of 16-bit matrices"):
+        foresee(AskedUpdate(optimizer), gpu.torch_device, lambda tensor: 0)
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.NAdam, optim.Adafactor])

@@ -47,6 +47,7 @@ _SCRATCH_UPDATES, _SCRATCH_S = 3, 0.5  # after one that makes the state; none is
 _TORCHS = ("aten", "prim", "prims", "profiler")
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _NEW = torch.ops.aten.lift_fresh.default  # of ``torch.tensor``
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
 _BY_ANOTHER_WAY = "it changes what is trained, or itself, by way of a variable or a function of its own"
@@ -272,6 +273,8 @@ class _Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace not in _TORCHS:
             raise CannotBeForeseen(f"{func.name()} is no operator of torch's, so what it takes inside is not known")
+        if self._cpu and func in _PRODUCTS and args[0].itemsize == 2:
+            raise CannotBeForeseen("what the CPU's products of 16-bit matrices take inside is not known")
         if not (self._torchs or func is _NEW or all(map(is_fake, tensors_in([args, kwargs])))):
             raise CannotBeForeseen(_BY_ANOTHER_WAY)
         if func is _ITEM and self._torchs and not has_constant(args[0]):
