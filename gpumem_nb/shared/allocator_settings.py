@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from typing import Any
 
 from .errors import InvalidInput, nearest
+from .version import torch_version
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Where torch looks: in the second only if the first is not set, even to nothing (torch 2.13); before 2.9 never."""
@@ -136,8 +136,7 @@ USUAL = tuple(AllocatorSettings.parse(name) for name in NAMES)
 
 def variable() -> str:
     """Return the variable that this torch reads, of those that are set; if none is, the one that every torch reads."""
-    number = re.match(r"(\d+)\.(\d+)", version("torch"))
-    known = VARIABLES if number is None or (int(number[1]), int(number[2])) >= (2, 9) else VARIABLES[:1]
+    known = VARIABLES if torch_version() >= (2, 9) else VARIABLES[:1]
     return next((name for name in known if name in os.environ), VARIABLES[0])
 
 

@@ -14,6 +14,7 @@ from gpumem_nb.memory.virtual_gpu.gpu import replay
 from gpumem_nb.shared import allocator_settings
 from gpumem_nb.shared.allocator_settings import DEFAULT, NAMES, USUAL, VARIABLES, AllocatorSettings, in_force, variable
 from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.version import torch_version
 from tests.allocator_reference import Reference
 
 MIB = 2**20
@@ -70,7 +71,8 @@ def test_what_is_in_force_is_what_torch_reads(monkeypatch: pytest.MonkeyPatch) -
     assert variable() == "PYTORCH_CUDA_ALLOC_CONF", "the other one is not looked at while there is this one"
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     for torch, name in (("2.8.0+cu128", VARIABLES[0]), ("2.13.0+cpu", VARIABLES[1]), ("2.13.0a0+git", VARIABLES[1])):
-        monkeypatch.setattr(allocator_settings, "version", lambda package, torch=torch: torch)
+        monkeypatch.setattr("importlib.metadata.version", lambda package, torch=torch: torch)
+        monkeypatch.setattr(allocator_settings, "torch_version", torch_version.__wrapped__)
         assert variable() == name
 
 
