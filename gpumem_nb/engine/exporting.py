@@ -48,7 +48,7 @@ def _facts(trainer: Trainer) -> Facts:
     loss, criterion = workload.loss, live.parts.named.get(CRITERION)
     names = {id(param): name for name, param in live.parts.named_parameters()}
     named = (*live.parts.named_parameters(), *live.parts.named_buffers())
-    had = trainer.stepper.voting.had
+    had, hidden = trainer.stepper.voting.had, set(map(id, live.matrices))
     modules = {id(module): name for name, module in live.model.named_modules()}
     return Facts(
         seed=stream.seed,
@@ -97,6 +97,7 @@ def _facts(trainer: Trainer) -> Facts:
         blocks=tuple(modules.get(id(block), "") for block in live.recomputing.blocks),
         kept=tuple(map(_calls_by_name, live.recomputing.kept)),
         head=modules.get(id(live.recomputing.head), ""),
+        not_hidden=tuple(names[id(one)] for one in live.parts.parameters() if one.dim() == 2 and id(one) not in hidden),
         cache=any(hasattr(getattr(module, "config", None), "use_cache") for module in live.model.modules()),
         rate=live.learning_rate,
         asked_rate=live.asked_rate,

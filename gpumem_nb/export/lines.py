@@ -222,6 +222,15 @@ def in_parts(head: str) -> Iterator[str]:
     yield "head.forward = functools.partial(logits_of, head)"
 
 
+def of_muon(named: str, weights: str, others: Sequence[str]) -> Iterator[str]:
+    """Lines that find the places of hidden matrices among ``weights``; ``others`` have two dimensions and are none."""
+    yield "# Muon is made for the matrices of hidden layers: AdamW updates all else."
+    yield from wrapped("others = [", list(map(quoted, others)), 4, close="]")
+    yield f"hidden = {{weight for name, weight in {named} if weight.ndim == 2 and name not in others}}"
+    yield f"weights = {weights if weights.startswith('[') else f'[*{weights}]'}"
+    yield "matrices = tuple(place for place, weight in enumerate(weights) if weight in hidden)"
+
+
 def _module(name: str) -> str:
     plain = all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split("."))
     return f"model.{name}" if plain else f"model.get_submodule({quoted(name)})"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from importlib.resources import files
 from math import ceil
 from typing import Any
 
@@ -12,9 +10,9 @@ from ..shared.knobs.communication import VARIABLES
 from ..shared.knobs.step import checkpointing_of
 from ..shared.settings import OWN
 from .imports import check_code, check_names, own_modules
-from .lines import Batches, checkpointed, in_parts, segment_length, selective, wrapped
+from .lines import Batches, checkpointed, in_parts, of_muon, segment_length, selective, wrapped
 from .order import MAKERS, PREPARED, ROLES, Order, quoted
-from .templating import render
+from .templating import as_on_ranks, render
 
 _DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
 _OPTIMIZERS = {
@@ -24,6 +22,7 @@ _OPTIMIZERS = {
     "adamw": "torch.optim.AdamW({}, lr={}{})",
     "adamw8bit": "bitsandbytes.optim.AdamW8bit({}, lr={}{})",
     "adafactor": "torch.optim.Adafactor({}, lr={}{})",
+    "muon": 'MuonAndAdamW([{{"params": {}, "matrices": matrices}}], lr={}{})',
 }
 _IMPLEMENTATIONS = {"foreach": ", foreach=True", "fused": ", fused=True", "loop": ", foreach=False", "default": ""}
 _HELD = '[weight for group in {}.param_groups for weight in group["params"]]'
@@ -93,6 +92,7 @@ class Values:
             "selective": self._checkpointing == "selective",
             "in_8_bits": settings.optimizer == "adamw8bit",
             "chunked": settings.loss_head == "chunked",
+            "muon": settings.optimizer == "muon",
             "joined": own and self._together() > 1,
             "statistics": (own or self._checkpointing == "selective") and self._checkpointing != "none" and facts.norms,
             "amp": settings.precision != "fp32",
@@ -167,7 +167,8 @@ class Values:
             "join": "\n".join(self._join()),
             "cell_seed": source.cell_seed,
             "hash_seed": quoted(facts.hash_seed),
-            "logits": _of_logits() if "chunked" in flags else "",
+            "logits": as_on_ranks("replay/logits.py", "PARTS = ") if "chunked" in flags else "",
+            "muon": as_on_ranks("step/muon.py", "class ") if "muon" in flags else "",
             "definitions": self._ready_made(flags) if ready else source.definitions,
             "rank": self._rank,
             "size": self._size,
@@ -205,6 +206,7 @@ class Values:
             "ddp_model": "\n".join(self._ddp_model(flags)),
             "comm_hook": "ddp.register_comm_hook(None, combine)" if flags & {"sum", "compression"} else "",
             "full_rate": "rate" if "scaled" in flags else "args.learning_rate",
+            "matrices": "\n".join(self._matrices()),
             "optimizer": self._optimizer(flags),
             "implementation": "\n".join(self._implementation()),
             "distributed": "\n".join(self._distributed(flags)),
@@ -337,12 +339,23 @@ class Values:
         settings = self._settings
         if settings.optimizer == OWN:
             return "make_optimizer(named.values())"
-        weights = "named.values()" if self._own else "model.parameters()"
-        if "optimizer" in self._source.names:  # whose order it keeps, and whose choice
-            made = self._source.kind == "functions"
-            weights = _HELD.format("make_optimizer(named.values())" if made else "optimizer")
+        weights = "weights" if "muon" in flags else self._weights()
         rate = "rate_of_step(args, 0)" if "rated" in flags else "args.learning_rate"
         return _OPTIMIZERS[settings.optimizer].format(weights, rate, _IMPLEMENTATIONS[settings.optimizer_impl])
+
+    def _weights(self) -> str:
+        """Return an expression for what another optimizer than the own one trains."""
+        if "optimizer" in self._source.names:  # whose order it keeps, and whose choice
+            made = self._source.kind == "functions"
+            return _HELD.format("make_optimizer(named.values())" if made else "optimizer")
+        return "named.values()" if self._own else "model.parameters()"
+
+    def _matrices(self) -> Iterator[str]:
+        """Tells Muon's weights from those of AdamW."""
+        if self._settings.optimizer != "muon":
+            return
+        named = "named.items()" if self._own else "model.named_parameters()"
+        yield from of_muon(named, self._weights(), self._facts.not_hidden)
 
     def _distributed(self, flags: frozenset[str]) -> Iterator[str]:
         """Makes Horovod's optimizer of the plain one."""
@@ -365,12 +378,6 @@ class Values:
         if settings.optimizer == OWN and settings.optimizer_impl != "default":
             yield "for group in optimizer.param_groups:"
             yield f"    group.update({_GROUP_FLAGS[settings.optimizer_impl]})"
-
-
-def _of_logits() -> str:
-    """Return what ranks run, without its imports and marks for checkers."""
-    code = files(__package__.partition(".")[0]).joinpath("engine", "replay", "logits.py").read_text(encoding="utf-8")
-    return re.sub(r"  # (type: ignore|noqa).*", "", code[code.index("\nPARTS = ") :])
 
 
 def _calls_of_blocks(count: int, mode: str) -> Iterator[str]:

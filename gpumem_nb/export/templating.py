@@ -24,6 +24,12 @@ def render(name: str, flags: Collection[str], values: Mapping[str, str]) -> str:
     return "\n".join(_fewer_blank(parts)).strip("\n") + "\n"
 
 
+def as_on_ranks(path: str, begins: str) -> str:
+    """Return what ranks run, from the line that begins so, without marks for checkers."""
+    code = files(__package__.partition(".")[0]).joinpath("engine", path).read_text(encoding="utf-8")
+    return re.sub(r"  # (type: ignore|noqa).*", "", code[code.index(f"\n{begins}") :])
+
+
 def _chosen(lines: list[str], flags: frozenset[str]) -> Iterator[str]:
     holds = [True]
     for line in lines:

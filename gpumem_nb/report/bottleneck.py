@@ -302,7 +302,7 @@ def _update(path: CriticalPath, around: Circumstances) -> Bottleneck:
     share, settings = path.part(UPDATE) / path.step_s, around.settings
     said = f"The update takes {_percent(share)} of a step"
     fused = around.allowed(optimizer_impl="fused")
-    if fused and settings.optimizer != "own" and settings.optimizer_impl != "fused":
+    if fused and settings.optimizer not in ("own", "muon") and settings.optimizer_impl != "fused":
         return Bottleneck("update", share, f"{said}: optimizer_impl=fused does it in one pass.", fused)
     changes, helps = _half_as_often(around, "updates")
     return Bottleneck("update", share, f"{said}: {helps}." if helps else f"{said}.", changes)

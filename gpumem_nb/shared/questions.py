@@ -214,6 +214,7 @@ class Facts:
         kept: which calls of operators each of these keeps the results of, by name of the operator, with
             ``checkpointing=selective``; nothing before a step was taken.
         head: name of the layer that makes logits; empty without one in the model.
+        not_hidden: names of weights that have two dimensions and are no matrices of hidden layers.
         cache: whether the model has a configuration with a cache for generation.
         rate: of the optimizer's first group just now.
         asked_rate: what the settings asked for last.
@@ -270,6 +271,7 @@ class Facts:
     blocks: tuple[str, ...]
     kept: tuple[dict[str, list[int]], ...]
     head: str
+    not_hidden: tuple[str, ...]
     cache: bool
     rate: float
     asked_rate: float

@@ -114,11 +114,12 @@ class Handles:
     """What knobs that free memory can take hold of in a model.
 
     ``blocks``: how many blocks can be checkpointed. ``logits``: whether its last linear layer has more classes than
-    features, so that logits are large.
+    features, so that logits are large. ``matrices``: whether it trains hidden matrices, for which Muon is made.
     """
 
     blocks: int = 0
     logits: bool = False
+    matrices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class WorkloadInfo:
     in stages here, inside of hosts and between them; empty where it can. ``options``: of a ready-made workload.
     ``batch_norm``: whether the model takes statistics from micro-batches.
     ``trained_before``: steps that its weights were trained for before it was attached. ``adopted``: what was taken of a
-    trainer that was attached. ``blocks`` and ``logits``: see :class:`Handles`.
+    trainer that was attached. ``blocks``, ``logits`` and ``matrices``: see :class:`Handles`.
     """
 
     name: str
@@ -151,11 +152,12 @@ class WorkloadInfo:
     trained_before: int = 0
     adopted: Adopted | None = None
     logits: bool = False
+    matrices: bool = False
 
     @property
     def handles(self) -> Handles:
         """Return what knobs that free memory can take hold of."""
-        return Handles(self.blocks, self.logits)
+        return Handles(self.blocks, self.logits, self.matrices)
 
     def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
         """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""

@@ -116,6 +116,12 @@ def test_no_larger_global_batch_is_advised_than_there_are_samples(times: Times, 
     assert "accumulation_steps=2" in verdict(times, Settings(optimizer_impl="fused")).sentence
 
 
+def test_muons_products_of_matrices_are_not_said_to_be_done_in_one_pass() -> None:
+    found = verdict(alike(update=0.05), Settings(optimizer="muon"), dataclasses.replace(LOADED, matrices=True))
+    assert found.changes == {"accumulation_steps": 2}
+    assert "fused" not in found.sentence
+
+
 def test_what_a_busy_machine_does_to_single_steps_is_not_taken_for_uneven_samples() -> None:
     dice = random.Random(0)
     assert verdict(lambda rank, number: step({BACKWARD: 0.06 * (dice.random() < 0.3)})) is None

@@ -16,7 +16,7 @@ OWN = WorkloadInfo("own", 1, 4, dataset_len=100, blocks=3, own_optimizer="RMSpro
 
 def test_what_a_workload_lacks_is_refused_by_name() -> None:
     with pytest.raises(
-        InvalidInput, match=r"plain brings no optimizer .*=sgd, momentum, adam, adamw, adamw8bit or adafactor\."
+        InvalidInput, match=r"plain brings no optimizer .*=sgd, momentum, adam, adamw, adamw8bit, adafactor or muon\."
     ):
         compatibility.check(Settings(optimizer="own"), PLAIN, 2)
     with pytest.raises(InvalidInput, match="batch_size × accumulation_steps up to 50"):

@@ -103,7 +103,7 @@ def asked(trained: Trainer, settings: Settings) -> Forecasts:
 
 SETTINGS = [
     Settings(batch_size=2, optimizer=name, optimizer_impl=impl, precision=precision, clip_norm=clip_norm)
-    for name in ("sgd", "momentum", "adam", "adamw", "adafactor")
+    for name in ("sgd", "momentum", "adam", "adamw", "adafactor", *["muon"] * hasattr(torch.optim, "Muon"))
     for impl in KNOBS["optimizer_impl"].choices
     for precision, clip_norm in (("fp32", None), ("fp16", 1.0))
     if (name, impl) != ("adafactor", "fused")

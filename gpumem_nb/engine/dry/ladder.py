@@ -66,7 +66,7 @@ class Ladder:
         with self.run(now, asked.kernels) as run:
             phase, handles = run.found(asked).forecast.phase, run.handles
         if phase == "update":
-            yield [(one, False) for one in _other_updates(now)]
+            yield [(one, False) for one in _other_updates(now, handles)]
         single = [_usable(one, asked.kernels) for one in mildest_first(Need(ACTIVATIONS, "forward", now, handles))]
         single = [one for one in single if one.batch_size == now.batch_size]
         yield [(now, True), *((one, False) for one in single)]
@@ -76,7 +76,7 @@ class Ladder:
             yield [(one, False)] * (one not in (now, *single))
             yield [(one, True)] * (one != now)
         lightest = every
-        for one in _other_updates(every):
+        for one in _other_updates(every, handles):
             lightest = lightest.replace(**one.changed_from(every))
             yield [(lightest, False)]
             yield [(lightest, True)]
@@ -110,11 +110,9 @@ class Ladder:
         return self._last if surely_within(of.forecast, asked, of.limit_bytes) else None
 
 
-def _other_updates(settings: Settings) -> list[Settings]:
+def _other_updates(settings: Settings, handles: Handles) -> list[Settings]:
     """Return what the update may be instead, the mildest first."""
-    needs = (
-        Need(category, "update", settings, Handles(), tried_out=True) for category in (TEMPORARIES, OPTIMIZER_STATE)
-    )
+    needs = (Need(category, "update", settings, handles, tried_out=True) for category in (TEMPORARIES, OPTIMIZER_STATE))
     return [one for need in needs for one in mildest_first(need)]
 
 

@@ -110,7 +110,12 @@ class DryStep:
     @property
     def handles(self) -> Handles:
         """Return what knobs that free memory can take hold of."""
-        return Handles(len(self._recomputing.blocks), self._recomputing.has_logits)
+        matrices = any(one.requires_grad for one in self._matrices)
+        return Handles(len(self._recomputing.blocks), self._recomputing.has_logits, matrices)
+
+    @property
+    def _matrices(self) -> list[Tensor]:
+        return optimizers.hidden_matrices(self.model, self._recomputing.head)
 
     @property
     def parameters(self) -> int:
@@ -170,7 +175,7 @@ class DryStep:
             optimizer = checked_optimizer(workload.optimizer(self._parts.parameters()), self._parts)
             optimizers.set_implementation(optimizer, settings.optimizer_impl)
         else:
-            optimizer = optimizers.build(self._parts.parameters(), settings)
+            optimizer = optimizers.build(self._parts.parameters(), settings, lambda: self._matrices)
         for group in optimizer.param_groups if not isinstance(optimizer, Adafactor) else ():  # whose default is a loop
             # torch's own choice for parameters on a GPU: torch/optim/optimizer.py, _default_to_fused_or_foreach.
             if group.get("foreach", False) is None and not group.get("fused"):

@@ -88,7 +88,8 @@ class LiveModel:
             self.settings = Settings(optimizer="own", learning_rate=self.own_rate)
         if self.scheduler:
             self.settings = self.settings.replace(lr_schedule=OWN)
-        self.optimizer: Optimizer = self.own_optimizer or optimizers.build(self.parts.parameters(), self.settings)
+        self.recomputing = Recomputing(self.model, workload)
+        self.optimizer: Optimizer = self.own_optimizer or self.built(self.parts.parameters(), self.settings)
         self.parts.join(self.own_optimizer, self.optimizer)
         self._ranks = ranks
         self.course = Course(self.settings, ranks)
@@ -98,7 +99,6 @@ class LiveModel:
         self._in_use: str | None = None  # while other settings are tried: the optimizer's name
         self.parameters: list[Tensor] = in_groups(self.optimizer)
         self._known = {id(param): (weakref.ref(param), param.shape) for param in self.parts.parameters()}
-        self.recomputing = Recomputing(self.model, workload)
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
         self.trained_before = steps_before(self.parts.parameters())
 
@@ -141,9 +141,9 @@ class LiveModel:
             with self._device.exempt():
                 parked[1].restore()
             optimizer, rates, self._parked = parked[1].optimizer, parked[2], None
-            _add(optimizer, trained)
+            self._add(optimizer, trained)
         else:
-            optimizer = optimizers.build(trained, settings.replace(learning_rate=rate))
+            optimizer = self.built(trained, settings.replace(learning_rate=rate))
             # Where one is parked, no step was done with the one in use: training goes on from the state of the former.
             before = parked[0] if parked else self.settings.optimizer
             if convert := optimizers.CONVERT.get((before, settings.optimizer)):
@@ -180,7 +180,16 @@ class LiveModel:
             return self.optimizer
         if self.settings.optimizer == "own" and self.own_optimizer:
             return self.own_optimizer
-        return optimizers.build(self._trained(), self.settings.replace(optimizer_impl="default"))
+        return self.built(self._trained(), self.settings.replace(optimizer_impl="default"))
+
+    def built(self, params: Iterable[Tensor], settings: Settings) -> Optimizer:
+        """Return a fresh optimizer of these weights, as :func:`.optimizers.build` does."""
+        return optimizers.build(params, settings, lambda: self.matrices)
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """Return the matrices of the model's hidden layers."""
+        return optimizers.hidden_matrices(self.model, self.recomputing.head)
 
     @property
     def state_would_leave(self) -> bool:
@@ -227,7 +236,7 @@ class LiveModel:
                 "ranks, or attach the model again."
             )
         self.parameters = trained
-        _add(self.optimizer, trained)
+        self._add(self.optimizer, trained)
 
     def refuse_strangers(self) -> None:
         """Weights that came into the model meanwhile must be trained, or frozen; others must have their old shapes.
@@ -363,8 +372,8 @@ class LiveModel:
     def _note(self, **applied: Any) -> None:
         self.settings = self.settings.replace(**applied)
 
-
-def _add(optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
-    """Let an optimizer by a knob's name train these too, in the one group that it has: at the rate of the others."""
-    known = set(map(id, in_groups(optimizer)))
-    optimizer.param_groups[0]["params"] += [param for param in trained if id(param) not in known]
+    def _add(self, optimizer: Optimizer, trained: Iterable[Tensor]) -> None:
+        """Let an optimizer by a knob's name train these too, in its one group, at the rate of the others."""
+        known = set(map(id, in_groups(optimizer)))
+        optimizer.param_groups[0]["params"] += [param for param in trained if id(param) not in known]
+        optimizers.tell_matrices(optimizer, self.matrices)

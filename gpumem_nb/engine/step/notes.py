@@ -101,6 +101,7 @@ def workload_info(
         dataset_len=None if stream.info.batched else stream.length,
         blocks=len(live.recomputing.blocks),
         logits=live.recomputing.has_logits,
+        matrices=any(one.requires_grad for one in live.matrices),
         own_optimizer=type(own).__name__ if own else None,
         own_learning_rate=named_rate(own) if own else None,
         notes=(*notes, *model_notes(live, workload.loss, stream.size)),

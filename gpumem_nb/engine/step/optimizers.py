@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
@@ -15,8 +15,9 @@ from ...internals.fake_internals import modes_set_aside
 from ...internals.torch_internals import has_step_hooks, keep_scale_from
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
-from ...shared.knobs.update import NO_8_BIT
+from ...shared.knobs.update import NO_8_BIT, NO_MUON, no_matrices
 from ...shared.settings import Settings
+from .muon import MuonAndAdamW
 from .parts import in_groups
 
 _BUILD: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
@@ -26,6 +27,7 @@ _BUILD: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
     "adamw": lambda params, lr: AdamW(params, lr=lr),
     "adamw8bit": lambda params, lr: _in_8_bits(params, lr),
     "adafactor": lambda params, lr: Adafactor(params, lr=lr),
+    "muon": lambda params, lr: MuonAndAdamW(params, lr=lr),
 }
 
 # torch's own flags; both False is the loop over single tensors. By default an optimizer keeps those it was made with.
@@ -35,19 +37,68 @@ _IMPLEMENTATION_FLAGS: dict[str, dict[str, bool]] = {
     "loop": {"foreach": False, "fused": False},
 }
 _OF_8_BITS = (torch.float32, torch.float16, torch.bfloat16)  # types of weights
-UPDATE_COPIES = 3
-"""Of what it writes: more than any of torch's optimizers allocates in an update, once it has its state."""
+_UPDATE_COPIES = 3  # of what it writes: more than any of torch's optimizers but Muon allocates in an update
+_MUON_COPIES = 8  # of one matrix after the other: in 16 bits the CPU takes up to 7, a GPU 4
 _SPARSE = (
     "{} needs dense gradients, and an embedding with sparse=True has sparse ones. Use {}, or build the embedding "
     "without sparse=True"
 )
 
 
-def build(params: Iterable[Tensor], settings: Settings) -> Optimizer:
-    """Return a fresh optimizer of the kind that the settings name (any but ``own``)."""
-    optimizer = _BUILD[settings.optimizer](list(params), settings.learning_rate)
+def build(params: Iterable[Tensor], settings: Settings, matrices: Callable[[], list[Tensor]] = list) -> Optimizer:
+    """Return a fresh optimizer of the kind that the settings name (any but ``own``).
+
+    Args:
+        params: what it trains.
+        settings: name it, its learning rate and how torch computes it.
+        matrices: gives :func:`hidden_matrices` of the model, for which Muon asks.
+
+    Raises:
+        WorkloadError: a library is missing, or there is no matrix that is trained.
+    """
+    params = list(params)
+    of_muon = _of_muon(params, matrices()) if settings.optimizer == "muon" else []
+    optimizer = _BUILD[settings.optimizer](params, settings.learning_rate)
+    tell_matrices(optimizer, of_muon)
     set_implementation(optimizer, settings.optimizer_impl)
     return optimizer
+
+
+def hidden_matrices(model: nn.Module, head: nn.Module | None) -> list[Tensor]:
+    """Return the weights of a model that Muon is made for: the matrices of its hidden layers.
+
+    They have two dimensions, and more than one row and column. The embeddings and the output layer ``head`` are left
+    out, and what lies beside other layers in a module of theirs, such as a table of positions.
+    """
+    apart = {id(weight) for weight in head.parameters()} if head else set[int]()
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        weights = module.parameters(recurse=False)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            apart |= set(map(id, weights))
+        elif isinstance(module, nn.MultiheadAttention) or not any(map(_has_weights, module.children())):
+            found |= {id(weight): weight for weight in weights if weight.dim() == 2 and min(weight.shape) > 1}
+    return [weight for key, weight in found.items() if key not in apart and not weight.is_complex()]
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def tell_matrices(optimizer: Optimizer, matrices: Iterable[Tensor]) -> None:
+    """Let Muon update these of its weights and no others, frozen or not; any other optimizer has no use for them."""
+    if isinstance(optimizer, MuonAndAdamW):
+        ids = set(map(id, matrices))
+        for group in optimizer.param_groups:
+            group["matrices"] = tuple(place for place, one in enumerate(group["params"]) if id(one) in ids)
+
+
+def _of_muon(params: list[Tensor], matrices: list[Tensor]) -> list[Tensor]:
+    if not hasattr(torch.optim, "Muon"):
+        raise WorkloadError(NO_MUON)
+    if {id(one) for one in params if one.requires_grad}.isdisjoint(map(id, matrices)):
+        raise WorkloadError(no_matrices("this model"))
+    return matrices
 
 
 def _in_8_bits(params: list[Tensor], lr: float) -> Optimizer:
@@ -79,8 +130,9 @@ CONVERT = {
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Return whether it is one of torch's own."""
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")  # of some without the file
+    """Return whether it is one of torch's own, or of two of them."""
+    kind = type(optimizer)
+    return kind is MuonAndAdamW or f"{kind.__module__}.".startswith("torch.optim.")  # of some without the file
 
 
 def from_torch(optimizer: Optimizer) -> bool:
@@ -100,6 +152,13 @@ def may_write(optimizer: Optimizer) -> list[Tensor]:
     params = in_groups(optimizer)
     written = [param for param in params if param.requires_grad or param.grad is not None]
     return written if from_torch(optimizer) else params
+
+
+def update_bytes(optimizer: Optimizer, written: int) -> int:
+    """Return more bytes than an update by torch's own code allocates that writes so many, once there is its state."""
+    groups = optimizer.param_groups if isinstance(optimizer, MuonAndAdamW) else []
+    matrices = (group["params"][place].nbytes for group in groups for place in group["matrices"])
+    return max(_UPDATE_COPIES * written, _MUON_COPIES * max(matrices, default=0))
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:

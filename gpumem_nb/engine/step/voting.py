@@ -230,11 +230,11 @@ class Voting:
         room = self._device.room()
         if room is None:
             return True
-        if room >= optimizers.UPDATE_COPIES * self.reduction.nbytes:
+        if room >= optimizers.update_bytes(self._live.optimizer, self.reduction.nbytes):
             return False
         # What is cached is room as well. Asked for only when it matters, because it takes a look at all blocks.
         weights = optimizers.may_write(self._live.optimizer)
-        needed = optimizers.UPDATE_COPIES * sum(weight.nbytes for weight in weights)
+        needed = optimizers.update_bytes(self._live.optimizer, sum(weight.nbytes for weight in weights))
         return room < needed and room + self._device.releasable() < needed
 
     def _compares(self, order: StepOrder) -> bool:

@@ -23,7 +23,6 @@ from ...shared.settings import Settings
 from ..copies import overwrite
 from ..link.communicator import here
 from ..random_state import OwnNumbers
-from ..step import optimizers
 from ..step.optimizer_state import Replicas, extra_states
 from ..step.rates import Course
 from ..step.trainer import Trainer
@@ -138,7 +137,7 @@ class Checked:
                     "is loaded here brings none. Load or attach it with its optimizer."
                 )
             return trainer.live.own_optimizer
-        optimizer = optimizers.build(trainer.live.parameters, self.settings)
+        optimizer = trainer.live.built(trainer.live.parameters, self.settings)
         self._state_for(path, optimizer, payload["optimizer"])()
         return optimizer
 

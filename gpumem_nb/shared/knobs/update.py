@@ -7,17 +7,23 @@ from importlib.util import find_spec
 
 from ..categories import INSIDE_OPERATORS, OPTIMIZER_STATE, TEMPORARIES
 from ..values import not_negative, positive, whole, whole_or_0
+from ..version import torch_version
 from ..workload import WorkloadInfo
 from .knob import CHANGES, HALF, KEEPS, KEEPS_TO_ROUNDING, MOST, Changes, Knob, Need, Settings, carried
 
 _OWN = "own"
-_OURS = ("sgd", "momentum", "adam", "adamw", "adamw8bit", "adafactor")
+_OURS = ("sgd", "momentum", "adam", "adamw", "adamw8bit", "adafactor", "muon")
 _USE_OURS = f"Use optimizer={', '.join(_OURS[:-1])} or {_OURS[-1]}."
 _LACKS = {"adafactor": ("fused",), "adamw8bit": ("foreach", "fused", "loop")}
 NO_8_BIT = "optimizer=adamw8bit is that of bitsandbytes, which is not installed. Install it: %pip install bitsandbytes"
+NO_MUON = (
+    "optimizer=muon is torch.optim.Muon, which torch has from 2.9 on. Install a newer torch and start the ranks again, "
+    "or use optimizer=adamw."
+)
 _LESS_STATE = {
-    **dict.fromkeys(("adam", "adamw"), ("adamw8bit", "adafactor", "momentum", "sgd")),
+    **dict.fromkeys(("adam", "adamw"), ("adamw8bit", "muon", "adafactor", "momentum", "sgd")),
     "adamw8bit": ("adafactor", "sgd"),
+    "muon": ("adafactor", "momentum", "sgd"),
     "adafactor": ("sgd",),
     "momentum": ("adafactor", "sgd"),
 }
@@ -28,11 +34,19 @@ def brings_none(workload: str) -> str:
     return f"{workload} brings no optimizer of its own. {_USE_OURS}"
 
 
+def no_matrices(model: str) -> str:
+    """Return why Muon has nothing to do in this model, and what can be used."""
+    return (
+        f"optimizer=muon is for hidden matrices, and {model} trains none: embeddings, the output layer and what does "
+        "not have two dimensions are left to AdamW. Use optimizer=adamw."
+    )
+
+
 def _less_state(need: Need) -> Iterator[Changes]:
     # How much an own optimizer remembers is known only when another one is tried.
     others = _LESS_STATE["adam"] if need.tried_out else ()
     for name in others if need.settings.optimizer == _OWN else _LESS_STATE.get(need.settings.optimizer, ()):
-        if _refuses(name, None):
+        if _refuses(name, None) or (name == "muon" and not need.handles.matrices):
             continue
         lacks = need.settings.optimizer_impl in _LACKS.get(name, ())
         yield {"optimizer": name} | ({"optimizer_impl": "default"} if lacks else {})
@@ -66,6 +80,9 @@ def _as_it_has(before: Settings, after: Settings, named: Collection[str], ranks:
 def _refuses(name: str, workload: WorkloadInfo | None) -> str:
     if name == "adamw8bit" and find_spec("bitsandbytes") is None:
         return NO_8_BIT
+    if name == "muon":
+        lacks = no_matrices(workload.name) if workload and not workload.matrices else ""
+        return NO_MUON if torch_version() < (2, 9) else lacks
     if name != _OWN or (workload and workload.own_optimizer):
         return ""
     return brings_none(workload.name) if workload else f"Nothing is loaded. {_USE_OURS}"
@@ -76,13 +93,16 @@ def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
         return {"optimizer": _OWN, "optimizer_impl": "default", "learning_rate": workload.own_learning_rate}
     if settings.optimizer == _OWN:
         return {"optimizer": OPTIMIZER.default, "learning_rate": LEARNING_RATE.default}
+    if settings.optimizer == "muon" and not workload.matrices:
+        return {"optimizer": OPTIMIZER.default}
     return {}
 
 
 OPTIMIZER = Knob(
     "optimizer",
     "adamw",
-    "update rule; 'own' is the optimizer that the workload brings (offered when it brings one)",
+    "update rule; 'own' is the workload's, if it brings one. A flip begins without state, but for those back to 'own' "
+    "and between adamw and adamw8bit",
     in_front=True,
     choices=(*_OURS, _OWN),
     means={
@@ -92,6 +112,7 @@ OPTIMIZER = Knob(
         "adamw": "Adam with weight decay of its own: two more copies",
         "adamw8bit": "AdamW whose means have 8 bits each: half a copy (bitsandbytes)",
         "adafactor": "a row and a column for each matrix; learning_rate is relative to the size of the weights",
+        "muon": "one mean for each number of a hidden matrix, and orthogonal updates; AdamW for all other weights",
         _OWN: "the one that the workload brings",
     },
     short="",
