@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gpumem_nb
+from gpumem_nb.kernel.compatibility import usable
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.session import Session
 from gpumem_nb.shared.knobs import KNOBS
@@ -31,12 +32,14 @@ RUNGS: dict[str, dict[str, Any]] = {
     "precision=bf16": {"precision": "bf16"},
     "batch_size=4 accumulation_steps=2": {"batch_size": 4, "accumulation_steps": 2},
     "optimizer=adamw8bit": {"optimizer": "adamw8bit"},
+    "optimizer=muon": {"optimizer": "muon"},
     "optimizer=adafactor": {"optimizer": "adafactor"},
 }
 PUBLISHED = {
     "loss_head=chunked": "30.25 → 2.14 GB for the loss alone, at 1.87 × its time (huggingface/trl#5575)",
     "checkpointing=blocks": "memory of √n layers, at one more forward (Chen et al. 2016, arXiv 1604.06174)",
     "optimizer=adamw8bit": "52 → 39 GB of a model's training (pytorch/ao#746, another 8-bit AdamW)",
+    "optimizer=muon": "one number for each of a matrix, for AdamW's two (Liu et al. 2025, arXiv 2502.16982)",
     "optimizer=adafactor": "a row and a column for each matrix (Shazeer and Stern 2018, arXiv 1804.04235)",
 }
 ROUNDS, STEPS = 3, 3
@@ -108,9 +111,8 @@ def pairs(session: Session, model: str, quick: bool) -> Iterator[Case]:
     chosen = [*((one,) for one in RUNGS.values()), *pairs_of]
     for number, changes in enumerate(chosen):
         knobs = plain | {name: value for change in changes for name, value in change.items()}
-        refuses = KNOBS["loss_head"].refuses
-        assert refuses
-        if refuses(knobs["loss_head"], session.workload) or (quick and number % 10):
+        settings, workload = session.settings.replace(**knobs), session.workload
+        if not usable(settings, workload, session.size) or (quick and number % 10):
             continue
         case = measure(session, model, knobs)
         off = "ran out of memory" if case.live is None else f"{100 * case.errors[2]:+.3f} %"
