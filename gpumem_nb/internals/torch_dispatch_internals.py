@@ -30,8 +30,12 @@ def leave_mode() -> None:
 
 @cache
 def writes(operator: Any) -> bool:
-    """Return whether an operator writes into any of its arguments; one of higher order says nothing of that."""
-    return bool(hasattr(operator, "_schema") and operator._schema.is_mutable)
+    """Return whether an operator writes numbers into any of its arguments, and does not give it another shape alone.
+
+    One of higher order says nothing of that.
+    """
+    is_mutable = hasattr(operator, "_schema") and operator._schema.is_mutable
+    return bool(is_mutable and torch.Tag.inplace_view not in operator.tags)
 
 
 def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

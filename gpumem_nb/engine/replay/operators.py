@@ -173,7 +173,7 @@ class Learning(Counting):
             self._constants |= {place: StorageWeakRef(storage) for place, storage in touched.new.items()}
             return
         nbytes = sum(storage.nbytes() for storage in touched.new.values())
-        result = Result(nbytes, cost, draws=draws, can_be_kept=not (own or operator[0] == _CAST))
+        result = Result(nbytes, cost, draws=draws, can_be_kept=not (own or touched.into or operator[0] == _CAST))
         self._results[operator] = result
         for place, storage in touched.new.items():
             self._made[place] = _Storage(StorageWeakRef(storage), result, storage.nbytes())

@@ -214,10 +214,11 @@ class Segment:
                 saved_tensors_hooks(self._uncompiled(Segment.keep), _never),
             ):
                 for call in self._calls:
-                    with call.context(), call.run.again():
+                    with call.context():
                         call.seen.enter()
                         args, kwargs = _map_held(_alike_for_alike(resolve), (call.args, call.kwargs))
-                        call.block(*args, **kwargs)
+                        with call.run.again():
+                            call.block(*args, **kwargs)
         except _Replayed:
             pass
         finally:

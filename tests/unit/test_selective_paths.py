@@ -1,0 +1,186 @@
+"""``checkpointing=selective`` where blocks do what their first forward did not show, and what no operator tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gpumem_nb.engine.undo.step_undo import ForwardState
+from tests.unit.test_selective import WIDTH, Stack, rows, selective, step
+
+STEPS = 8  # after the fourth call of a block only every 64th is compared with the first
+
+
+class Block(nn.Module):
+    """Two layers and a count of calls, by which later ones may differ."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.calls = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), 0
+        self.register_buffer("mean", torch.zeros(()))
+
+    @property
+    def is_odd_call(self) -> bool:
+        self.calls += 1
+        return self.calls % 2 == 1
+
+
+class OtherWrite(Block):
+    """The first relu in place is once that of a result that is kept, and once that of one before it."""
+
+    def forward(self, x: Tensor) -> Any:
+        if self.is_odd_call:
+            return x + self.narrow(self.wide(x).relu_())
+        before = (x * 2).relu_()
+        return x + self.narrow(self.wide(before).sigmoid())
+
+
+class ShiftedWrite(Block):
+    """The write into what is kept is the first one or the second one of its kind."""
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.is_odd_call:
+            x = x + (x * 2).relu_()
+        return x + self.narrow(self.wide(x).relu_())
+
+
+class ReadBetween(Block):
+    """What is kept is read before it is written to an end, in every second call."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.wide(x)
+        scale = 1.0 if self.is_odd_call else hidden.detach().cos()
+        return x + self.narrow(hidden.relu_().sigmoid() * scale)
+
+
+class Uncounted(Block):
+    """Writes in place what autograd does not count."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.wide(x)
+        hidden.data.mul_(2.0)
+        return x + self.narrow(hidden.sigmoid())
+
+
+class Parts(Block):
+    """Copies into parts of a result; the buffer, which it leaves alone, is put back by a copy as well."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.wide(x)
+        hidden[:, :4] = x[:, 4:8].repeat(1, 1, 2)
+        hidden.mul_(0.5)
+        return x + self.narrow(hidden.sigmoid()) * (1 + self.mean)
+
+
+class Mapped(Block):
+    """A function of one row, mapped: torch changes the shape of a result in place."""
+
+    def forward(self, x: Tensor) -> Any:
+        one = lambda row: torch.tanh(row @ self.wide.weight.T).sin()  # noqa: E731
+        return x + self.narrow(torch.vmap(torch.vmap(one))(x))
+
+
+@torch.library.custom_op("gpumem_nb_tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x * (torch.rand_like(x) > 0.1)
+
+
+noisy.register_autograd(lambda _, gradient: gradient)
+
+
+class DrawsUntold(Block):
+    """An operator of one's own draws random numbers, and another one draws after it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.narrow(functional.dropout(noisy(self.wide(x)).sigmoid(), 0.2))
+
+
+@torch.library.custom_op("gpumem_nb_tests::counted", mutates_args=("mean",))
+def counted(x: Tensor, mean: Tensor) -> Tensor:
+    mean.add_(x.mean())
+    given: Tensor = x @ x.transpose(-1, -2) @ x
+    return given
+
+
+class Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor) -> Any:
+        return counted(x, mean)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class WritesBeside(Block):
+    """An operator of one's own gives a result and writes into a buffer, which the block reads afterwards."""
+
+    def forward(self, x: Tensor) -> Any:
+        hidden: Tensor = Counted.apply(x, self.mean)  # type: ignore[no-untyped-call]
+        return x + self.narrow(self.wide(hidden.sin() * (1 + self.mean)))
+
+
+class AddedUnseen(torch.autograd.Function):
+    """As a kernel does that torch does not know: it adds into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        given = torch.zeros_like(x)
+        given.numpy()[...] += np.tanh(x.numpy())
+        ctx.save_for_backward(given)
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (given,) = ctx.saved_tensors
+        return gradients[0] * (1 - given * given)
+
+
+class Unseen(Block):
+    def forward(self, x: Tensor) -> Any:
+        hidden: Tensor = AddedUnseen.apply(self.wide(x))  # type: ignore[no-untyped-call]
+        return x + self.narrow(hidden.sin().cos().sin().cos())
+
+
+BLOCKS = [
+    OtherWrite,
+    ShiftedWrite,
+    ReadBetween,
+    Uncounted,
+    Parts,
+    Mapped,
+    DrawsUntold,
+    WritesBeside,
+    Unseen,
+]
+
+
+def results(block: Callable[[], nn.Module], budget: float | None) -> list[Tensor]:
+    """Return losses and gradients of some steps, and the buffers and random numbers that they leave."""
+    torch.manual_seed(1)
+    model = Stack(block, 3).train()
+    parts, state, batch = selective(model, budget), ForwardState([model]), rows()
+    torch.manual_seed(7)
+    found = []
+    for _ in range(STEPS):
+        model.zero_grad()
+        found.append(step(model, parts, state, lambda: model(batch).square().mean()))
+        found += [param.grad for param in model.parameters() if param.grad is not None]
+    return [*found, *model.buffers(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_gradients_are_the_same_to_the_bit_on_paths_that_were_not_looked_at(block: type[Block]) -> None:
+    expected = results(block, None)
+    for budget in (0.3, 0.6, 0.95):
+        found = results(block, budget)
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, found, expected))
