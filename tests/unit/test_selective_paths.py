@@ -184,3 +184,39 @@ def test_gradients_are_the_same_to_the_bit_on_paths_that_were_not_looked_at(bloc
         found = results(block, budget)
         assert len(found) == len(expected)
         assert all(map(torch.equal, found, expected))
+
+
+def test_a_function_that_is_compiled_is_called_as_what_it_was_compiled_to() -> None:
+    called = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def compiled(*told: Any) -> Any:
+            called.append(torch.is_grad_enabled())
+            return graph(*told)
+
+        return compiled
+
+    activation = torch.compile(lambda x: x.sin() * x.sigmoid(), backend=backend)
+
+    class Compiled(Block):
+        def forward(self, x: Tensor) -> Any:
+            return x + self.narrow(activation(self.wide(x)))
+
+    model, batch = Stack(Compiled, 2), rows()
+    step(model, selective(model, 0.6), ForwardState([model]), lambda: model(batch).square().mean())
+    assert len(called) == 2 * 3  # learned, kept, and computed again
+
+
+def test_a_higher_order_operator_computes_what_it_does_without() -> None:
+    class Conditional(Block):
+        def forward(self, x: Tensor) -> Any:
+            hidden = self.wide(x)
+            return x + self.narrow(torch.cond(hidden.sum() > 0, torch.sin, torch.cos, (hidden,)))
+
+    model, batch = Stack(Conditional, 1), rows()
+    found = []
+    for budget in (None, 0.6):
+        model.zero_grad()
+        step(model, selective(model, budget), ForwardState([model]), lambda: model(batch).square().mean())
+        found.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert all(map(torch.equal, *found))

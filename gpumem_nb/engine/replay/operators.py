@@ -92,6 +92,11 @@ class Counting(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._calls: Counter[str] = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that a function that torch.compile made is called as one, which gives other bits than its parts."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operator."""
         name = _name(func)
