@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from gpumem_nb.engine.undo.step_undo import ForwardState
 from tests.unit.test_selective import WIDTH, Stack, rows, selective, step
@@ -100,7 +99,7 @@ class DrawsUntold(Block):
     """An operator of one's own draws random numbers, and another one draws after it."""
 
     def forward(self, x: Tensor) -> Any:
-        return x + self.narrow(functional.dropout(noisy(self.wide(x)).sigmoid(), 0.2))
+        return x + self.narrow(noisy(self.wide(x)).sin().cos().sin() * torch.rand(2 * WIDTH))
 
 
 @torch.library.custom_op("gpumem_nb_tests::counted", mutates_args=("mean",))
@@ -184,6 +183,20 @@ def test_gradients_are_the_same_to_the_bit_on_paths_that_were_not_looked_at(bloc
         found = results(block, budget)
         assert len(found) == len(expected)
         assert all(map(torch.equal, found, expected))
+
+
+def test_what_is_filled_piece_by_piece_counts_as_what_it_is_made_of() -> None:
+    class Pieces(Block):
+        def forward(self, x: Tensor) -> Any:
+            hidden = torch.zeros(*x.shape[:-1], 2 * WIDTH)
+            for row in range(len(x)):
+                hidden[row] = x[row].repeat(1, 2)
+            return x + self.narrow(hidden).square()
+
+    model, batch = Stack(Pieces, 1), rows()
+    parts = selective(model, 0.6)
+    step(model, parts, ForwardState([model]), lambda: model(batch).square().mean())
+    assert ("aten.addmm.default", 0) in parts.kept[0]
 
 
 def test_a_function_that_is_compiled_is_called_as_what_it_was_compiled_to() -> None:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
+from ...internals.fake_internals import in_fake_mode
 from ...internals.torch_dispatch_internals import TorchDispatchMode, arguments, writes, written
 from ...internals.torch_internals import address
 from ...memory.tensors import storage_of, tensors_in
+from ..random_state import RandomState
 
 Operator = tuple[str, int]
 """One of a block's calls of operators: its name, and how often that was called before in the same run of the block."""
@@ -130,13 +132,17 @@ class Learning(Counting):
         self._saved_bytes = 0
         self._made: dict[int, _Storage] = {}
         held = [*block.parameters(), *block.buffers()]
-        self._constants = {address(storage): StorageWeakRef(storage) for storage in _storages(held).values()}
+        self._held = {address(storage): StorageWeakRef(storage) for storage in _storages(held).values()}
+        self._constants = dict(self._held)  # and what is made of these alone, or of nothing
 
     def call(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         """Note what it gives."""
+        # torch's own operators say whether they take random numbers.
+        standing = None if func.namespace == "aten" or in_fake_mode() else RandomState.take()
         given = func(*args, **kwargs)
         if hasattr(func, "_schema"):
-            self._note(operator, func, args, kwargs, given)
+            untold = standing is not None and standing.moved_anywhere()
+            self._note(operator, func, args, kwargs, given, untold)
         return given
 
     def saved(self, tensor: Tensor) -> None:
@@ -159,22 +165,27 @@ class Learning(Counting):
                 result.can_be_kept &= bool(result.finished_by)
         return Results(dict(islice(self._results.items(), self._until)), self._saved_bytes)
 
-    def _note(self, operator: Operator, func: Any, args: Any, kwargs: Any, given: Any) -> None:
+    def _note(self, operator: Operator, func: Any, args: Any, kwargs: Any, given: Any, untold: bool) -> None:
         touched = Touched(func, args, kwargs, given)
         cost = _cost(func, args, kwargs, given, touched)
-        draws, own = draws_numbers(func, args, kwargs), arguments(func, args, kwargs).get("generator") is not None
+        draws = draws_numbers(func, args, kwargs)
+        own = untold or arguments(func, args, kwargs).get("generator") is not None
         for place in touched.into:
             if made := self._made.get(place):
-                made.result.can_be_kept &= touched.in_place and not made.was_read
+                made.result.can_be_kept &= touched.in_place and not made.was_read and not own
                 made.result.draws |= draws
                 made.result.finished_by += (operator,)
                 made.result.cost += cost
         for place in touched.read:
             if made := self._made.get(place):
                 made.was_read = True
+        is_constant = touched.sources.keys() <= self._constants.keys()
+        for place, storage in touched.into.items() if not is_constant else ():
+            if self._constants.pop(place, None) and place not in self._held:
+                self._made[place] = _Storage(StorageWeakRef(storage), Result(can_be_kept=False), storage.nbytes())
         if not touched.new:
             return
-        if touched.sources.keys() <= self._constants.keys():  # of weights alone, or of nothing
+        if is_constant:
             self._constants |= {place: StorageWeakRef(storage) for place, storage in touched.new.items()}
             return
         nbytes = sum(storage.nbytes() for storage in touched.new.values())
