@@ -46,6 +46,12 @@ def adasum_of_equal_gradients_is_that_gradient(link: Communicator) -> None:
 def rows_are_gathered_in_rank_order_also_of_other_lengths(link: Communicator) -> None:
     gathered = link.all_gather(torch.full((link.rank + 1, 2), link.rank), "promise.gather")
     assert gathered[:, 0].tolist() == [rank for rank in range(link.size) for _ in range(rank + 1)]
+    rows = torch.full((16 * (link.rank + 1),), link.rank, dtype=torch.uint8)
+    room = torch.empty(8 * link.size * (link.size + 1), dtype=torch.uint8)
+    place = room.data_ptr()
+    gathered = link.all_gather(rows, "promise.gather in place", room)
+    assert gathered.tolist() == [rank for rank in range(link.size) for _ in range(16 * (rank + 1))]
+    assert link.size == 1 or gathered.data_ptr() == place
     assert link.numbers([link.rank, 2**62], "promise.numbers") == [[rank, 2**62] for rank in range(link.size)]
     assert link.of_each(b"x" * link.rank, "promise.each") == [b"x" * rank for rank in range(link.size)]
 

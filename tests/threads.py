@@ -137,9 +137,9 @@ class OfThread(Communicator):
         total = torch.stack([of[0] for of in self._exchange([tensor], name)]).sum(0)
         return total.tensor_split(self.size)[self.rank].clone()
 
-    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+    def all_gather(self, tensor: Tensor, name: str, room: Tensor | None = None) -> Tensor:
         """Return the rows of all ranks."""
-        return torch.cat([of[0] for of in self._exchange([tensor], name)])
+        return torch.cat([of[0] for of in self._exchange([tensor], name)], out=room)
 
     def broadcast(self, named: Mapping[str, Tensor]) -> None:
         """Take rank 0's."""

@@ -25,10 +25,15 @@ def host_copy(tensor: Tensor) -> Tensor:
 
     The virtual GPU rightly does not count such memory: on a GPU it would be the host's.
     """
+    return host_room(tensor, tensor.dtype).copy_(tensor.detach())
+
+
+def host_room(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return such memory for what has a tensor's shape, and another type."""
     if not tensor.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # which NumPy's memory cannot be viewed as
-    host = torch.from_numpy(np.empty(tensor.numel() * tensor.element_size(), dtype=np.uint8))
-    return host.view(tensor.dtype).as_strided(tensor.shape, _strides(tensor)).copy_(tensor.detach())
+        return torch.empty(tensor.shape, dtype=dtype, device="cpu")  # which NumPy's memory cannot be viewed as
+    host = torch.from_numpy(np.empty(tensor.numel() * dtype.itemsize, dtype=np.uint8))
+    return host.view(dtype).as_strided(tensor.shape, _strides(tensor))
 
 
 def refill(tensor: Tensor, content: Tensor) -> None:

@@ -69,17 +69,15 @@ _checked: restore.Checked | None = None  # between the two phases of resuming
 def set_up(config: RankConfig) -> RankInfo:
     """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
     global _session_started_s, _device, _pulse, _names, _tracer
-    for knob in config.knobs:
-        if knob.name not in KNOBS:  # a module that both import may have registered it
-            register(knob)
+    for knob in (one for one in config.knobs if one.name not in KNOBS):  # a module that both import may have it
+        register(knob)
     torch.set_num_threads(config.threads)
     cpu = config.device == "cpu"
     link, horovod_threads = horovod.join(on_cpu=cpu)
     use(link)
-    kernel = namespace()["get_ipython"]().kernel
+    kernel, _session_started_s = namespace()["get_ipython"]().kernel, config.epoch_time_s
     signals.take_over(kernel)
     signals.listen_for_nudges()
-    _session_started_s = config.epoch_time_s
     if not cpu:
         device_look.check_sharing(link.local_size, torch.cuda.device_count(), horovod.on_nccl())
     _device = open_device("virtual" if cpu else "cuda", link.local_rank, config.memory_limit)
@@ -105,6 +103,8 @@ def rejoin() -> None:
     """Join the other ranks again after Horovod was shut down; what is trained stays as it is."""
     _device.communicates_on(here().rejoin())
     collectives.greet(_device)
+    if _trainer is not None:
+        _trainer.live.sharing.rejoined(_trainer.live.optimizer)
 
 
 def apart(what: str) -> Apart | None:

@@ -6,6 +6,7 @@ functions of ``horovod.torch.mpi_ops``, found by name at each call, so they can 
 - ``_allreduce_async`` and its like start a collective and return its handle; they take its ``name``.
 - ``mpi_lib.horovod_torch_join`` and ``horovod_torch_barrier`` start one without a name.
 - ``mpi_lib.horovod_torch_wait_and_clear`` waits for a handle, ``horovod_torch_poll`` asks whether that would take time.
+- ``_allgather_async`` also takes the tensor that becomes its result; the public function gives it an empty one.
 - ``_basics.shutdown`` ends Horovod's threads. The public ``hvd.shutdown`` first drops the handles that another thread
   may wait for.
 
@@ -84,6 +85,16 @@ def wrap_wait(wrap: Callable[[Callable[[int], None], Callable[[int], int]], Call
 def wrap_shutdown(wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
     """Replace what ends Horovod's threads, also when ``hvd.shutdown`` asks for it."""
     mpi_ops._basics.shutdown = wrap(mpi_ops._basics.shutdown)
+
+
+def start_gathering(tensor: Any, room: Any, name: str) -> int:
+    """Start an all-gather whose result has its memory already, and return its handle.
+
+    Horovod gives its result the size that it turns out to have, on a thread of its own, where a failure for want of
+    memory would end the process. A tensor that is made smaller keeps its memory, and takes no other one.
+    """
+    handle: int = mpi_ops._allgather_async(tensor, room.detach().resize_(0), name, mpi_ops.global_process_set)
+    return handle
 
 
 def end_threads() -> None:

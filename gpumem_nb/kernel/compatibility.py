@@ -64,10 +64,14 @@ def _settled(before: Settings, after: Settings, named: Collection[str], ranks: i
 
 
 def resumed(settings: Settings, saved: Collection[str], workload: WorkloadInfo) -> Settings:
-    """Return the settings of a state file; one of an earlier version does not name later knobs."""
-    later = [knob for name, knob in KNOBS.items() if name not in saved and knob not in additional()]
-    for knob in later:
-        if knob.adapts:
+    """Return the settings of a state file; one of an earlier version does not name later knobs.
+
+    It may also name a value that cannot be used on as many ranks as there are now.
+    """
+    for name, knob in KNOBS.items():
+        later = name not in saved and knob not in additional()
+        refused = knob.refuses and knob.refuses(getattr(settings, name), workload)
+        if knob.adapts and (later or refused):
             settings = settings.replace(**knob.adapts(settings, workload))
     return settings
 

@@ -100,6 +100,8 @@ def _collective(collective: str, doing: str) -> str:
     """Return a collective for people: the trainer's own have names that tell them nothing."""
     if "gpumem_nb.bucket." in collective or "'gpumem_nb.ballot'" in collective:  # waited for before any bucket
         return f"the gradient reduction of {doing[max(doing.rfind('step'), 0) :].removeprefix('in ')}"
+    if "'gpumem_nb.shares." in collective:
+        return "the all-gather of updated weights"
     if "'gpumem_nb." in collective:
         return f"the agreement of all ranks in {doing.removeprefix('in ')}"
     return f"{collective} of {doing.removeprefix('in ')}"

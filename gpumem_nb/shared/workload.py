@@ -115,11 +115,13 @@ class Handles:
 
     ``blocks``: how many blocks can be checkpointed. ``logits``: whether its last linear layer has more classes than
     features, so that logits are large. ``matrices``: whether it trains hidden matrices, for which Muon is made.
+    ``shards``: whether ranks can share the optimizer's state.
     """
 
     blocks: int = 0
     logits: bool = False
     matrices: bool = False
+    shards: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,8 @@ class WorkloadInfo:
     in stages here, inside of hosts and between them; empty where it can. ``options``: of a ready-made workload.
     ``batch_norm``: whether the model takes statistics from micro-batches.
     ``trained_before``: steps that its weights were trained for before it was attached. ``adopted``: what was taken of a
-    trainer that was attached. ``blocks``, ``logits`` and ``matrices``: see :class:`Handles`.
+    trainer that was attached. ``blocks``, ``logits`` and ``matrices``: see :class:`Handles`. ``why_whole`` is why ranks
+    cannot share any optimizer's state; empty where they can, ``None`` where that is not known.
     """
 
     name: str
@@ -153,11 +156,12 @@ class WorkloadInfo:
     adopted: Adopted | None = None
     logits: bool = False
     matrices: bool = False
+    why_whole: str | None = None
 
     @property
     def handles(self) -> Handles:
         """Return what knobs that free memory can take hold of."""
-        return Handles(self.blocks, self.logits, self.matrices)
+        return Handles(self.blocks, self.logits, self.matrices, self.why_whole == "")
 
     def samples_per_micro_batch(self, ranks: int, accumulation_steps: int) -> int | None:
         """As many as an epoch has for each micro-batch of one step; ``None`` when that is not known."""

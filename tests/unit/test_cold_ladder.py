@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -173,6 +174,21 @@ def test_objects_that_are_there_need_what_their_definition_needs() -> None:
     assert abs(there.live_peak_bytes - made.live_peak_bytes) <= 64  # a single number may be let go of a moment later
     assert replace(there, live_peak_bytes=0, at_peak={}) == replace(made, live_peak_bytes=0, at_peak={})
     assert there.at_peak.keys() == made.at_peak.keys()
+
+
+def test_several_ranks_may_share_the_optimizers_state_and_one_may_not() -> None:
+    import cloudpickle
+
+    layers = partial(nn.Sequential, *(nn.Linear(1024, 1024) for _ in range(6)))
+    wide = gm.Workload("wide", layers, lambda: [torch.zeros(1024)] * 8, mean_square)
+    target = Target(Kernels(True, 0), (), 100 * MIB, 0, 0)  # weights have 24
+
+    def lighter(ranks: int) -> list[Settings]:
+        asked = DryRun(cloudpickle.dumps(wide), Settings(batch_size=1), {"any": target}, largest=True, ranks=ranks)
+        return [one.settings for one in dry_process.ask(asked).of["any"].lighter or ()]
+
+    assert Settings(batch_size=1, shard_optimizer="on") in lighter(4)
+    assert not any(one.shard_optimizer == "on" for one in lighter(1))
 
 
 def test_weights_travel_without_their_values_and_tied_ones_stay_tied() -> None:

@@ -277,6 +277,15 @@ def test_models_without_blocks_are_not_checkpointed() -> None:
     assert {one.checkpointing for one in choice.candidates} == {"none"}
 
 
+def test_shares_of_the_state_are_chosen_from_where_that_is_asked_for_and_there_are_several_ranks() -> None:
+    several = replace(WORKLOAD, why_whole="")
+    assert {one.shard_optimizer for one in space_of(Settings(), several).candidates} == {"off"}
+    named = space_of(Settings(), several, knobs=["shard_optimizer", "batch_size"])
+    assert {one.shard_optimizer for one in named.candidates} == {"off", "on"}
+    with pytest.raises(InvalidInput, match=r"shard_optimizer has no other value.*ranks cannot share"):
+        space_of(Settings(), WORKLOAD, knobs=["shard_optimizer"])
+
+
 def test_logits_in_parts_are_chosen_from_where_that_is_asked_for_and_there_are_some() -> None:
     language = replace(WORKLOAD, logits=True)
     assert {one.loss_head for one in space_of(Settings(), language).candidates} == {"full"}

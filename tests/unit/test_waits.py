@@ -33,6 +33,13 @@ def test_votes_that_travel_by_themselves_are_part_of_the_gradient_reduction() ->
     assert wait_report.text.endswith("rank 0 waits in the gradient reduction of step 12")
 
 
+def test_updated_weights_that_are_waited_for_are_named() -> None:
+    waits = pulse("the update part of step 12", waiting=Waiting("all-gather 'gpumem_nb.shares.3'", 4.0))
+    wait_report = wait_reports.now({0: waits, 1: pulse("the update part of step 12")}, range(2), size=2)
+    assert wait_report
+    assert wait_report.text.endswith("rank 0 waits in the all-gather of updated weights")
+
+
 def test_a_reduction_outside_of_training_names_what_ranks_are_at() -> None:
     waits = pulse("forecast", waiting=Waiting(BUCKET, 4.0))
     wait_report = wait_reports.now({0: waits, 1: pulse("forecast")}, range(2), size=2)

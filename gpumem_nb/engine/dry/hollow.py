@@ -14,6 +14,9 @@ from ...shared.errors import WorkloadError, text_of
 from ...shared.workload import Workload
 from ..packing import emptied, packed
 from ..random_state import set_aside
+from ..step.optimizer_state import state_of
+from ..step.partition import Partition
+from ..step.parts import in_groups
 from .batches import Batches
 
 if TYPE_CHECKING:
@@ -28,15 +31,19 @@ class Hollow:
         name: of the workload.
         packed: model, loss, own optimizer, blocks and head in one pickle, because they share weights.
         batches: its data.
+        partition: how ranks share the own optimizer's state, if they do.
     """
 
     name: str
     packed: bytes
     batches: Batches
+    partition: Partition | None = None
 
     def workload(self) -> Workload:
         """Return a workload of new objects, whose tensors are of the mode that this is called in."""
         model, loss, optimizer, blocks, head = pickle.loads(self.packed)
+        if self.partition:
+            self.partition.widen(optimizer, (param for param in in_groups(optimizer) if param.requires_grad))
         return Workload(
             self.name,
             lambda: model,
@@ -68,7 +75,8 @@ def of_trainer(trainer: Trainer, device: Device) -> bytes:
         batches = Batches(trainer.stream.handed())
         try:
             objects = emptied((live.model, workload.loss, live.own_optimizer, workload.blocks, workload.head))
-            return packed(Hollow(workload.name, objects, batches))
+            partition = state_of(live.own_optimizer).partition if live.own_optimizer else None
+            return packed(Hollow(workload.name, objects, batches, partition))
         except Exception as error:
             raise WorkloadError(
                 f"{workload.name} cannot be sent to another process ({type(error).__name__}: {text_of(error)}), which "

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...shared.categories import ACTIVATIONS, OPTIMIZER_STATE, TEMPORARIES
+from ...shared.errors import InvalidInput
 from ...shared.forecast import Kernels, Lighter, Target
 from ...shared.knobs import Need
 from ...shared.knobs.step import halved
@@ -77,9 +78,17 @@ class Ladder:
             yield [(one, True)] * (one != now)
         lightest = every
         for one in _other_updates(every, handles):
-            lightest = lightest.replace(**one.changed_from(every))
+            lightest = self._going_together(lightest.replace(**one.changed_from(every)))
             yield [(lightest, False)]
             yield [(lightest, True)]
+
+    def _going_together(self, settings: Settings) -> Settings:
+        """Return the same with an optimizer whose state ranks can share, or with all of it on each."""
+        try:
+            settings.check_together(self._ranks)
+        except InvalidInput:
+            return settings.replace(shard_optimizer="off")
+        return settings
 
     def _whole(self, settings: Settings, asked: Target) -> Lighter | None:
         """Return these settings if they fit."""

@@ -20,7 +20,7 @@ from ...memory.tensors import tensors_in
 from ...shared.categories import COMMUNICATION, INPUTS
 from ...shared.errors import InvalidInput, WorkloadError, text_of
 from ...shared.forecast import Kernels
-from ...shared.knobs.update import brings_none
+from ...shared.knobs.update import ONE_RANK, brings_none
 from ...shared.settings import Settings
 from ...shared.units import DEFAULT_SEED
 from ...shared.workload import Handles
@@ -33,6 +33,7 @@ from ..step.buckets import ReductionConfig, carried_dtype, in_turn, into_buckets
 from ..step.checks import check_precision, check_tensors, checked_loss, checked_model, checked_optimizer
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
+from ..step.shards import Sharing
 from . import scratch
 from .batches import Batches
 from .hollow import Given, made
@@ -86,6 +87,11 @@ class DryStep:
             for part in self._parts.named.values():
                 check_tensors(part)
             self._optimizer = self._built()
+            if ranks == 1 and settings.shard_optimizer == "on":
+                raise InvalidInput(ONE_RANK)
+            sharing = Sharing(ranks)
+            sharing.apply(self._optimizer, settings, tried=True)
+            self._form = sharing.form(self._optimizer, settings)
             self._first_state = _copied(dict(self._optimizer.state))
             self._parts.join(self._optimizer)
         check_precision(settings, self._parts)
@@ -111,7 +117,7 @@ class DryStep:
     def handles(self) -> Handles:
         """Return what knobs that free memory can take hold of."""
         matrices = any(one.requires_grad for one in self._matrices)
-        return Handles(len(self._recomputing.blocks), self._recomputing.has_logits, matrices)
+        return Handles(len(self._recomputing.blocks), self._recomputing.has_logits, matrices, self._ranks > 1)
 
     @property
     def _matrices(self) -> list[Tensor]:
@@ -134,6 +140,8 @@ class DryStep:
     def _traced(self, batch_size: int) -> Trace:
         self._optimizer.state.clear()
         self._optimizer.state.update(_copied(self._first_state))
+        if self._form.partition:
+            self._form.partition.divide(self._optimizer)
         self._recomputing.set_checkpointing(self._settings)
         self._recomputing.set_loss_head(self._settings.loss_head)
         try:
@@ -228,8 +236,10 @@ class DryStep:
     def _update(self) -> None:
         """Unscaling works in place and clipping takes no more than a number for each weight."""
         self._device.log.on_host = not any(group.get("fused") for group in self._optimizer.param_groups)
-        optimizers.update(self._optimizer, None, self._settings.clip_norm, self._optimizer.step, foreach=True)
+        clip_norm, step = self._settings.clip_norm, self._optimizer.step
+        optimizers.update(self._optimizer, None, clip_norm, lambda: self._form.update(step), foreach=True)
         self._device.log.on_host = False
+        self._form.after_update(self._settings)
 
     def _stand_in(self, tensor: Tensor) -> Tensor | None:
         return stand_in(self._mode, tensor) if self._fake else None

@@ -86,8 +86,13 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+    def all_gather(self, tensor: Tensor, name: str, room: Tensor | None = None) -> Tensor:
         """Return the rows of all ranks in rank order; only the number of rows may differ between ranks.
+
+        Args:
+            tensor: this rank's rows.
+            name: the same on all ranks.
+            room: memory in which they are returned, of just as many rows, so that none is taken.
 
         Raises:
             Separated: the ranks came apart.
@@ -193,7 +198,7 @@ class Single(Communicator):
         """Return the tensor itself."""
         return tensor
 
-    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+    def all_gather(self, tensor: Tensor, name: str, room: Tensor | None = None) -> Tensor:
         """Return the tensor itself."""
         return tensor
 

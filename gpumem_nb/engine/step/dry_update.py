@@ -37,7 +37,10 @@ from ...memory.tensors import tensors_in
 from ..random_state import set_aside
 from ..undo.python_state import PythonState
 from . import optimizers
+from .buckets import ReductionConfig
 from .live_model import LiveModel
+from .optimizer_state import state_of
+from .partition import Partition, of_weights
 from .parts import in_groups
 from .step_clock import StepClock
 
@@ -65,19 +68,49 @@ class AskedUpdate(NamedTuple):
         implementation: how torch shall compute it, as :func:`.optimizers.set_implementation` names it.
         scaler: of the loss in fp16, which has scaled it in this step.
         clip_norm: of the gradients, ``None`` for none.
+        sent_bytes: how many bytes of weights ranks give each other at once, where they share the state.
+        held, wanted: how ranks share the optimizer's state, and how they would; ``None``: each has all of it.
     """
 
     optimizer: Optimizer
     implementation: str = "default"
     scaler: GradScaler | None = None
     clip_norm: float | None = None
+    sent_bytes: int = 0
+    held: Partition | None = None
+    wanted: Partition | None = None
 
     @classmethod
     def of(cls, live: LiveModel) -> AskedUpdate:
         """Return that of the settings which are tried."""
         settings = live.settings
-        scaler = live.scaler if settings.precision == "fp16" else None
-        return cls(live.optimizer_in_question(), settings.optimizer_impl, scaler, settings.clip_norm)
+        scaler, optimizer = live.scaler if settings.precision == "fp16" else None, live.optimizer_in_question()
+        held, sent_bytes = state_of(optimizer).partition, ReductionConfig.under(settings).bucket_bytes
+        wanted = held
+        if live.sharing.wanted(settings) != (held is not None):
+            wanted = live.sharing.form(optimizer, settings).partition
+        return cls(optimizer, settings.optimizer_impl, scaler, settings.clip_norm, sent_bytes, held, wanted)
+
+    def bring_state(self, copied: Optimizer) -> None:
+        """Let a copy of the optimizer, whose numbers do not matter, hold its state as ranks would share it."""
+        if self.held == self.wanted:
+            return
+        if self.held:
+            self.held.widen(copied, (param for param in in_groups(copied) if param.grad is not None))
+        if self.wanted:
+            self.wanted.divide(copied)
+
+    def take(self, copied: Optimizer, scaler: GradScaler | None, step: Callable[[], Any]) -> None:
+        """Take this update with a copy of the optimizer, and the memory for what ranks would then give each other."""
+        shares = self.wanted.updating(copied) if self.wanted else nullcontext()
+
+        def update() -> None:
+            with shares:
+                step()
+
+        optimizers.update(copied, scaler, self.clip_norm, update)
+        if self.wanted:
+            of_weights(self.wanted, in_groups(copied), self.sent_bytes)
 
 
 def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Tensor], int]) -> Foreseen:
@@ -91,7 +124,7 @@ def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Ten
     Raises:
         CannotBeForeseen: its code does not run on fake tensors.
     """
-    optimizer, implementation, scaler, clip_norm = update
+    optimizer, scaler = update.optimizer, update.scaler
     if stepped_by_others(optimizer):
         raise CannotBeForeseen(f"the step of this {type(optimizer).__name__} was replaced by another function")
     makes_some = (group["momentum"] or group["maximize"] for group in optimizer.param_groups)
@@ -108,9 +141,10 @@ def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Ten
             dry.let_go()
             stack.enter_context(mode)
             stack.enter_context(_Watching(log, mode, device, optimizers.is_torchs(optimizer)))
-            optimizers.set_implementation(fake, implementation)
+            optimizers.set_implementation(fake, update.implementation)
             stack.enter_context(step_hooks_held_back(fake, pre=True))
-            optimizers.update(fake, dry_scaler, clip_norm, lambda: type(fake).step(fake))
+            update.bring_state(fake)
+            update.take(fake, dry_scaler, lambda: type(fake).step(fake))
             if was_changed():
                 raise CannotBeForeseen(_BY_ANOTHER_WAY)
             owned = kept_by(fake, lambda param: dry.real.get(id(param)))
@@ -148,7 +182,7 @@ def timed_on_scratch(update: AskedUpdate, device: Device) -> float | None:
         update: of one of torch's own optimizers, or one that was foreseen.
         device: where the weights are.
     """
-    optimizer, implementation, scaler, clip_norm = update
+    optimizer, scaler = update.optimizer, update.scaler
     here = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     room = device.room()
     if room is not None and room < SCRATCH_COPIES * sum(param.nbytes for param in here):
@@ -161,11 +195,12 @@ def timed_on_scratch(update: AskedUpdate, device: Device) -> float | None:
             for param in group["params"]:
                 param.grad = torch.zeros_like(param) if param.requires_grad else None
         dry_scaler = copies.of_scaler(scaler) if scaler else None
-        optimizers.set_implementation(scratch, implementation)
+        optimizers.set_implementation(scratch, update.implementation)
+        update.bring_state(scratch)
         with step_hooks_held_back(scratch, pre=True), _leaving_no_trace(optimizer):
             while len(took_s) <= _SCRATCH_UPDATES and sum(took_s) < _SCRATCH_S:
                 clock.begin()
-                optimizers.update(scratch, dry_scaler, clip_norm, lambda: type(scratch).step(scratch))
+                update.take(scratch, dry_scaler, lambda: type(scratch).step(scratch))
                 took_s.append(clock.until_now()[0])
                 if dry_scaler:
                     dry_scaler = copies.of_scaler(scaler) if scaler else None

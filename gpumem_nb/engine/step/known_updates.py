@@ -19,6 +19,7 @@ from ...internals.torch_internals import step_hooks_held_back, stepped_by_others
 from ...memory.device import Device
 from ...memory.ledger.events import Foreseen
 from ...memory.ledger.recorder import Recorder
+from ...shared.errors import WorkloadError
 from ..undo.step_undo import UpdateUndo
 from . import optimizers
 from .dry_update import AskedUpdate, CannotBeForeseen, foresee, held_by, kept_by
@@ -47,6 +48,9 @@ class KnownUpdates:
 
         Returns:
             That, and why it had to be taken and undone; empty where a dry run would do.
+
+        Raises:
+            WorkloadError: neither can be done, because ranks would share the optimizer's state in another way.
         """
         update = AskedUpdate.of(live)
         optimizer = update.optimizer
@@ -56,6 +60,8 @@ class KnownUpdates:
         try:
             found, why_taken = self.foresee(update, device.torch_device, number_of), ""
         except CannotBeForeseen as error:
+            if update.held != update.wanted:
+                raise WorkloadError(f"what shard_optimizer changes here cannot be predicted: {error}") from None
             why_taken, scaler_state = str(error), live.scaler.state_dict()
             undo = UpdateUndo(live.parts.parameters(), optimizer)
             try:
@@ -78,7 +84,8 @@ class KnownUpdates:
         lying = list(map(allocation, held))
         numbers = list(dict.fromkeys([0, *lying]))
         places = {number: place for place, number in enumerate(numbers)}
-        how = update.implementation, update.scaler is None, update.clip_norm is None
+        shares = update.held, update.wanted, update.sent_bytes
+        how = update.implementation, update.scaler is None, update.clip_norm is None, shares
         key = (
             (type(optimizer), *how, device, *_code(optimizer)),
             (*_options(optimizer), *_state(optimizer)),
@@ -104,11 +111,11 @@ class KnownUpdates:
 
 def _taken(update: AskedUpdate, device: Device) -> Foreseen:
     """Return what a real update allocates, for one that cannot be foreseen."""
-    optimizer, _, scaler, clip_norm = update
+    optimizer, scaler = update.optimizer, update.scaler
     log = device.event_log()
     log.begin([])
     with log.watching():
-        optimizers.update(optimizer, scaler, clip_norm, (lambda: scaler.step(optimizer)) if scaler else optimizer.step)
+        update.take(optimizer, scaler, (lambda: scaler.step(optimizer)) if scaler else optimizer.step)
     optimizers.check_dense(optimizer)
     state = kept_by(optimizer, lambda param: param)
     owned = tuple((log.allocation(value), value.untyped_storage().nbytes(), param) for value, param in state)

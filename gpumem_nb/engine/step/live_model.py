@@ -23,9 +23,9 @@ from ...shared.workload import Workload
 from ..link.communicator import same_everywhere
 from ..link.signals import interruptible
 from ..replay.recomputing import Recomputing
-from . import optimizers
+from . import optimizers, shards
 from .checks import check_modules, check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
-from .optimizer_state import Parked, Replicas
+from .optimizer_state import Parked, Replicas, state_of
 from .parts import Modes, Parts, in_groups, note_steps, steps_before
 from .rates import Course, Rates, named_rate
 
@@ -48,6 +48,7 @@ class LiveModel:
         own_rate: the learning rate that people knew it by then.
         scheduler: what sets the own optimizer's learning rates with ``lr_schedule=own``, if the workload brought one.
         course: where training is in the schedule that the knobs name.
+        sharing: whether ranks share the state of the optimizer in use.
         parameters: what is trained, in the optimizer's order.
         scaler: fp16's loss scaling. One for the whole life of the workload: leaving fp16 and coming back keeps its
             scale.
@@ -96,7 +97,8 @@ class LiveModel:
         self._rates = Rates(self.optimizer, self.settings.learning_rate, self.course.schedule)
         self._own_rates = self._rates if self.own_optimizer else None  # another optimizer would live on in it
         self._parked: tuple[str, Parked, Rates] | None = None  # used last, until a step was done with another one
-        self._in_use: str | None = None  # while other settings are tried: the optimizer's name
+        self._in_use: Settings | None = None  # while others are tried
+        self.sharing = shards.Sharing(ranks, device.exempt)
         self.parameters: list[Tensor] = in_groups(self.optimizer)
         self._known = {id(param): (weakref.ref(param), param.shape) for param in self.parts.parameters()}
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
@@ -151,7 +153,7 @@ class LiveModel:
                     convert(optimizer, dict(source.state))
             rates = Rates(optimizer, wanted, self.course.schedule)
         if parked is None and self.optimizer is not self.own_optimizer:
-            self._parked = (self.settings.optimizer, Replicas(self.optimizer).keep(), self._rates)
+            self._parked = (self.settings.optimizer, state_of(self.optimizer).keep(), self._rates)
         self.optimizer, self._rates = optimizer, rates
         self.parts.join(self.own_optimizer, self.optimizer)
         self._note(optimizer=settings.optimizer)
@@ -162,7 +164,7 @@ class LiveModel:
 
         The optimizer in use stays as it is: what it would be under the settings in question is only noted.
         """
-        self._in_use = self.settings.optimizer
+        self._in_use = self.settings
         with ExitStack() as stack:
             for modes in self._modes:
                 stack.enter_context(modes.kept())
@@ -172,11 +174,8 @@ class LiveModel:
                 self._in_use = None
 
     def optimizer_in_question(self) -> Optimizer:
-        """Return the one that the settings which are tried name, without state if it is not in use.
-
-        One that is not in use is built with the default implementation, which each has: the one tried comes later.
-        """
-        if self.settings.optimizer == self._in_use:
+        """Return the one that is tried; if it is not in use, without state and in its default implementation."""
+        if self._in_use is None or self.settings.optimizer == self._in_use.optimizer:
             return self.optimizer
         if self.settings.optimizer == "own" and self.own_optimizer:
             return self.own_optimizer
@@ -193,9 +192,12 @@ class LiveModel:
 
     @property
     def state_would_leave(self) -> bool:
-        """Return whether the optimizer in use would lose its state; the workload's own keeps it beside another's."""
-        another = self._in_use not in (None, self.settings.optimizer)
-        return another and self.optimizer is not self.own_optimizer
+        """Return whether the state in use would go, or take another form; the own optimizer's stays beside another."""
+        if self._in_use is None:
+            return False
+        if self.settings.optimizer != self._in_use.optimizer:
+            return self.optimizer is not self.own_optimizer
+        return self.sharing.wanted(self.settings) != self.sharing.wanted(self._in_use)
 
     def set_optimizer_impl(self, name: str) -> None:
         """Let torch compute the optimizer's update in this way.
@@ -208,6 +210,28 @@ class LiveModel:
         else:
             optimizers.check_implementation(self.optimizer_in_question(), name)
         self._note(optimizer_impl=name)
+
+    def set_shard_optimizer(self, settings: Settings) -> None:
+        """Let this rank keep its share of the optimizer's state; :meth:`join_shards` comes before it keeps all again.
+
+        Raises:
+            WorkloadError: ranks cannot share the state of this optimizer.
+        """
+        self.sharing.apply(self.optimizer_in_question(), settings, tried=self._in_use is not None)
+        self._note(shard_optimizer=settings.shard_optimizer)
+
+    def join_shards(self, settings: Settings) -> None:
+        """Give every rank the whole state of all optimizers, where these settings ask for it. All ranks come here.
+
+        Raises:
+            WorkloadError: some rank cannot; raised on all of them, and nothing was changed.
+        """
+        if not self.sharing.joins(settings):
+            return
+        parked = self._parked[1] if self._parked else None
+        with self._device.exempt(), parked.restored() if parked else nullcontext():
+            held = (self.own_optimizer, self.optimizer, parked and parked.optimizer)
+            self.sharing.join(one for one in held if one)
 
     def set_learning_rate(self, settings: Settings) -> None:
         """Bring the optimizer's first group to the rate of these settings, and scale those of the others alike.
@@ -237,6 +261,7 @@ class LiveModel:
             )
         self.parameters = trained
         self._add(self.optimizer, trained)
+        state_of(self.optimizer).follow_groups()
 
     def refuse_strangers(self) -> None:
         """Weights that came into the model meanwhile must be trained, or frozen; others must have their old shapes.
@@ -342,6 +367,7 @@ class LiveModel:
         that moment, as far as it is known.
         """
         self.optimizer, self._parked = optimizer, None
+        self.sharing.joins(settings)  # which takes note of them
         self.parts.join(self.own_optimizer, optimizer)
         self._rates = Rates(optimizer, course.rate(settings), course.schedule)
         self._rates.knob = settings.learning_rate
@@ -352,13 +378,16 @@ class LiveModel:
             self._own_rates = self._rates
         elif self._own_rates and (own := memory.get("own")):
             self._own_rates.remember(own)
-        self._note(**{name: getattr(settings, name) for name in ("optimizer", "optimizer_impl", "learning_rate")})
+        names = ("optimizer", "optimizer_impl", "shard_optimizer", "learning_rate")
+        self._note(**{name: getattr(settings, name) for name in names})
 
     def close(self, steps: int) -> None:
-        """Leave the model as it was handed over: no hooks, no gradients, and no rate of a schedule's middle.
+        """Leave the model as it was handed over: no hooks, no gradients, no shards, no rate of a schedule's middle.
 
-        Its weights have ``steps`` behind them, those of a state that they were resumed from included.
+        Its weights have ``steps`` behind them, those of a state that they were resumed from included. Ranks that shared
+        a state do it together. Raises ``WorkloadError`` if their shares do not go together.
         """
+        self.join_shards(Settings())
         self.recomputing.remove()
         if self._own_rates:
             self._own_rates.leave()

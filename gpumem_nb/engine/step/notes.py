@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ...internals.torch_internals import has_step_hooks, stepped_by_others
 from ...memory.device import Device
+from ...shared.knobs.update import ONE_RANK
 from ...shared.workload import Workload, WorkloadInfo
 from ..data.stream import Stream
 from ..link.settings import why_flat
@@ -112,4 +113,17 @@ def workload_info(
         batch_norm=has_batch_norm(live),
         trained_before=live.trained_before,
         adopted=workload.adopted,
+        why_whole=_why_whole(live, stream.size),
     )
+
+
+def _why_whole(live: LiveModel, ranks: int) -> str:
+    """Return why ranks cannot share any optimizer's state of this model; empty where they can."""
+    if ranks == 1:
+        return ONE_RANK
+    if live.sparse_places():
+        return (
+            "shard_optimizer=on cannot divide the sparse gradients of an embedding with sparse=True. Use "
+            "shard_optimizer=off, or build the embedding without sparse=True."
+        )
+    return ""

@@ -1,15 +1,17 @@
 """The state of an optimizer over all ranks: who holds which part of it, and how the whole of it comes together.
 
-Joining, saving, resuming and putting aside ask here and know nothing of where parts lie. Today every rank holds all of
-it; shards are another class with these methods.
+Joining, saving, resuming, putting aside and updating ask here and know nothing of where parts lie. Every rank holds all
+of it, or its share (``shards.py``).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
+from weakref import WeakKeyDictionary
 
 import cloudpickle
 import torch
@@ -18,10 +20,14 @@ from torch.optim import Optimizer
 
 from ...memory.tensors import mapped, tensors_in
 from ...shared.errors import StateFileError, WorkloadError, text_of
+from ...shared.settings import Settings
 from ..copies import Layout, host_copy
 from ..link.communicator import here
 from . import optimizers
 from .parts import Parts, in_groups
+
+if TYPE_CHECKING:
+    from .partition import Exchange, Partition
 
 
 class Whole(TypedDict):
@@ -38,12 +44,39 @@ class Whole(TypedDict):
 class Replicas:
     """The state of an optimizer that every rank holds all of, alike to the bit.
 
+    Attributes:
+        partition: which rank has which elements; ``None``: each has all of them.
+        stale: whether this rank lacks what others have updated.
+
     Args:
         optimizer: of this rank, built alike on all of them.
     """
 
+    partition: Partition | None = None
+    stale = False
+
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self._of = weakref.ref(optimizer)  # which is known by what it is held as, and must not live on for that
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._of()
+        assert optimizer is not None
+        return optimizer
+
+    def update(self, step: Callable[[], Any]) -> None:
+        """Let the optimizer take its ``step`` of what this rank updates, which is all."""
+        step()
+
+    def after_update(self, settings: Settings) -> Exchange | None:
+        """Take the memory in which ranks give each other what they have updated; none where each updates all."""
+        return None
+
+    def spread(self, exchange: Exchange | None) -> None:
+        """Give all ranks what each has updated, which they have."""
+
+    def follow_groups(self) -> None:
+        """Take note of what came into the optimizer's groups, and of what left them. All ranks do that alike."""
 
     def gather(self) -> Whole | None:
         """Return the whole state on rank 0, whose tensors are the optimizer's own; ``None`` on the others."""
@@ -69,13 +102,19 @@ class Replicas:
         if sizes != there:
             raise StateFileError(f"it is of groups of {there} parameters, and these are {sizes}")
         params = list(in_groups(self._optimizer))
-        state = {params[index]: _placed(values, params[index]) for index, values in whole["state"].items()}
+        parts = {params[index]: self._part(values, params[index], index) for index, values in whole["state"].items()}
+        state = {param: part for param, part in parts.items() if part is not None}
 
         def put() -> None:
+            hold_as(self._optimizer, self)
             optimizers.put_state(self._optimizer, state, whole["groups"])
             optimizers.put_numbers(self._optimizer, whole["numbers"])
 
         return put
+
+    def _part(self, values: dict[str, Any], param: Tensor, place: int) -> dict[str, Any] | None:
+        """Return what this rank holds of a weight's whole state; ``None`` if that is nothing."""
+        return placed(values, param)
 
     def follow_first(self) -> None:
         """Take over what rank 0 holds. All ranks call it together.
@@ -117,7 +156,7 @@ class Replicas:
                 param.data = param.data.to(device)
                 moved.add(id(param))
             if id(param) in moved and param in self._optimizer.state:
-                self._optimizer.state[param].update(_placed(self._optimizer.state[param], param))
+                self._optimizer.state[param].update(placed(self._optimizer.state[param], param))
 
     def keep(self) -> Parked:
         """Move this rank's part to host memory; the optimizer has none until it is put back.
@@ -129,16 +168,32 @@ class Replicas:
         return Parked(self._optimizer)
 
 
+_held_as: WeakKeyDictionary[Optimizer, Replicas] = WeakKeyDictionary()
+
+
+def state_of(optimizer: Optimizer) -> Replicas:
+    """Return who holds which part of an optimizer's state."""
+    return _held_as.get(optimizer) or Replicas(optimizer)
+
+
+def hold_as(optimizer: Optimizer, form: Replicas) -> None:
+    """Take note that an optimizer's state is held so from now on."""
+    _held_as[optimizer] = form
+
+
 class Parked:
     """One of torch's optimizers, out of use: its state lies in host memory until :meth:`restore` is called."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self._put_away()
+
+    def _put_away(self) -> None:
         self._state = {
             param: {name: _put_away(value) for name, value in values.items()}
-            for param, values in optimizer.state.items()
+            for param, values in self.optimizer.state.items()
         }
-        optimizer.state.clear()
+        self.optimizer.state.clear()
 
     def restore(self) -> None:
         """Put the state back, in tensors that lie as before."""
@@ -147,12 +202,12 @@ class Parked:
 
     @contextmanager
     def restored(self) -> Iterator[Optimizer]:
-        """Inside, the state is back for a look."""
+        """Inside, the optimizer has its state; afterwards what it has then is put away."""
+        self.restore()
         try:
-            self.restore()
             yield self.optimizer
         finally:
-            self.optimizer.state.clear()
+            self._put_away()
 
 
 def _put_away(value: Any) -> Callable[[], Any]:
@@ -162,7 +217,7 @@ def _put_away(value: Any) -> Callable[[], Any]:
     return lambda: layout.made(device).copy_(content)
 
 
-def _placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def placed(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
     """Return one parameter's state; made anew, because a virtual GPU does not count tensors that come from a file."""
 
     def place(name: str, value: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ from .failures import failure_of
 from .gradients import NewGradients
 from .known_updates import KnownUpdates
 from .live_model import LiveModel
+from .optimizer_state import state_of
+from .partition import Exchange
 from .samples import Looks, Outcome
 from .step_clock import UNDOING, StepClock
 from .step_items import StepItems
@@ -287,7 +289,7 @@ class Stepper:
             return self._update_or_undo(before)
         if self._hooks:  # which are no longer there
             self._hooks, self._hook_state = (), ForwardState(())
-        self._update()
+        state_of(self._live.optimizer).spread(self._update())
         return None, False
 
     def _leave_trial(self) -> Failure | None:
@@ -306,7 +308,7 @@ class Stepper:
     def _update_or_undo(self, before: ForwardUndo | None) -> tuple[Failure | None, bool]:
         """Update, and undo it on all ranks if one cannot; returns this rank's failure and whether it was undone."""
         self.phase = UPDATE
-        undo, scaler_state, failure = None, None, None
+        undo, scaler_state, failure, exchange = None, None, None, None
         updates = list[Update]()
         try:
             self.enter(UNDOING)
@@ -315,7 +317,7 @@ class Stepper:
             weights = (weight for weight in optimizers.may_write(self._live.optimizer) if id(weight) not in kept)
             undo = UpdateUndo(weights, self._live.optimizer, self._before_hooks())
             with step_hooks_held_back(self._live.optimizer, pre=False) as updates:
-                self._update()
+                exchange = self._update()
             optimizers.check_state(self._live.optimizer)
             self.enter(TOOLKIT)
         except BaseException as error:
@@ -332,6 +334,7 @@ class Stepper:
             if scaler_state is not None:
                 self._live.replace_scaler(scaler_state)
         else:
+            state_of(self._live.optimizer).spread(exchange)
             self._told_later(lambda: run_post_hooks(self._live.optimizer, updates))
         return failure, undone
 
@@ -356,14 +359,16 @@ class Stepper:
             told = "after the update of the step before, which counts, a step hook or the scheduler failed"
             self._after_update = self._after_update or replace(failure, message=f"{told}: {failure.message}")
 
-    def _update(self) -> None:
+    def _update(self) -> Exchange | None:
+        """Update what this rank updates; returns what gives it to the others, where they update other parts."""
         self._begin(UPDATE)
         settings, optimizer = self._live.settings, self._live.optimizer
-        scaler = self._live.scaler if settings.precision == "fp16" else None
+        scaler, form = self._live.scaler if settings.precision == "fp16" else None, state_of(optimizer)
         step = (lambda: scaler.step(optimizer)) if scaler else optimizer.step
-        self._scales = optimizers.update(optimizer, scaler, settings.clip_norm, step)
+        self._scales = optimizers.update(optimizer, scaler, settings.clip_norm, lambda: form.update(step))
         if Recorder.current:
             Recorder.current.claim_model(self._live.parts.parameters(), optimizer.state)
+        return form.after_update(settings)
 
     def _schedule_goes_on(self) -> None:
         scales = self._scales

@@ -76,14 +76,12 @@ class Trainer:
         Raises:
             WorkloadError: the workload brings no model that can be trained.
         """
-        self.workload = workload
-        self.stream = stream
+        self.workload, self.stream = workload, stream
         with seeded(stream.seed):
             self.live = LiveModel(workload, device, stream.size)
         self.random = OwnNumbers(stream.seed, stream.rank)
         self.steps = 0
-        self._device = device
-        self._started_s = started_s
+        self._device, self._started_s = device, started_s
         known = {"model": self.live.model, "dataset": stream.dataset, "workload": workload}
         self._leaks = LeakDetector(stream.rank, device.torch_device, known)
         self.stepper = Stepper(self.live, stream, device, self._leaks)
@@ -169,9 +167,9 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the model as it was handed over: no hooks, no gradients."""
+        self.live.close(self.steps)
         self.stepper.close()
         self.stream.close()
-        self.live.close(self.steps)
 
     def run(self, chunk: Chunk) -> ChunkReply:
         """Train one chunk, which ends early on all ranks alike: after a failure, a nudge or an evaluation."""
@@ -313,10 +311,12 @@ class Trainer:
         return self._follow(chunk) or self._apply_here(chunk)  # in this order: the latter may fail on one rank only
 
     def _follow(self, chunk: Chunk) -> Failure | None:
-        """Bring Horovod to the chunk's settings, together with the other ranks."""
+        """Bring what ranks do together to the chunk's settings."""
         self.stepper.phase = "settings"
         try:
             link_settings.follow(chunk.settings, self._device)
+            if not chunk.trial:
+                self.live.join_shards(chunk.settings)
         except BaseException as error:
             self._settings_id = NO_CONFIGURATION
             return self.stepper.failure(error)

@@ -147,7 +147,8 @@ class UpdateTimes:
 def _kind(settings: Settings) -> tuple[object, ...]:
     """Return what the time of an update depends on."""
     scaled = settings.precision == "fp16"
-    return settings.optimizer, settings.optimizer_impl, settings.clip_norm is not None, scaled
+    clipped = settings.clip_norm is not None
+    return settings.optimizer, settings.optimizer_impl, settings.shard_optimizer, clipped, scaled
 
 
 NO_CONFIGURATION = -2
@@ -271,9 +272,12 @@ class Trials:
             fewest = FEWEST_ON_GPU if self._device.kind == "cuda" else 1
             chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
             steps_s, failure = timed(self._trainer.trying, step, chunk, fewest)
+            live, untrained = self._trainer.live, bool(updates) and updates[0][1] != UPDATE_TRAINED
+            if steps_s and live.sharing.wanted(settings) and here().any_rank(untrained, "weights on trial"):
+                gather_s = live.sharing.gather_s(live.parameters, settings)
+                steps_s = tuple(one + gather_s for one in steps_s)
         steps = self._continued(first[:1]) if steps_s else None
-        batch_size = settings.batch_size
-        forecasts = self._forecasts(steps, began_s, [batch_size], 0, failure, batch_size)
+        forecasts = self._forecasts(steps, began_s, [settings.batch_size], 0, failure, settings.batch_size)
         return Rehearsal(forecasts, steps_s, updates[0][1] if updates else "")
 
     def steps_among(self, count: int, settings: Settings, steps: int) -> StepsAmong:

@@ -14,18 +14,17 @@ from typing import IO, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...memory.device import Device
 from ...memory.tensors import tensors_in
 from ...shared import state_file
-from ...shared.errors import StateFileError
+from ...shared.errors import StateFileError, WorkloadError
 from ...shared.version import __version__
 from ..copies import host_copy
 from ..link.communicator import here
 from ..random_state import RandomState
-from ..step.optimizer_state import Replicas, extra_states
+from ..step.optimizer_state import Whole, extra_states, state_of
 from ..step.trainer import Trainer
 
 
@@ -140,10 +139,10 @@ def capture(trainer: Trainer, device: Device, options: dict[str, Any] | None, ru
     with device.exempt():
         problem, own, shared = "", b"", {}
         try:
+            gathered = _gathered(trainer)  # first, because all ranks have a part in it
             own = to_bytes(_own_part(trainer))
-            states = _optimizer_parts(trainer)  # of all ranks, whichever rank holds which part
             if here().rank == 0:
-                shared = _shared_part(trainer) | states
+                shared = _shared_part(trainer) | {name: _optimizer_part(*pair) for name, pair in gathered.items()}
                 if runs:
                     shared["runs"] = torch.frombuffer(bytearray(runs), dtype=torch.uint8)
         except Exception as error:  # the other ranks wait for this one's part, even if it is an error message
@@ -184,16 +183,22 @@ def _shared_part(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _optimizer_parts(trainer: Trainer) -> dict[str, dict[str, Any] | None]:
-    """The whole state of the optimizer in use and of the workload's own, on rank 0. All ranks call it together."""
+def _gathered(trainer: Trainer) -> dict[str, tuple[str, Whole | None]]:
+    """Return class and whole state, on rank 0, of the optimizer in use and of the workload's own. All ranks call it.
+
+    Raises:
+        StateFileError: the ranks hold parts that do not go together; raised on all of them.
+    """
     own = trainer.live.own_optimizer
     current = None if trainer.live.optimizer is own else trainer.live.optimizer
     named = (("optimizer", current), ("own_optimizer", own))
-    return {name: _optimizer_part(one) if one else None for name, one in named}
+    try:
+        return {name: (type(one).__name__, state_of(one).gather() if one else None) for name, one in named}
+    except WorkloadError as error:
+        raise StateFileError(f"The training state cannot be saved: {error}") from None
 
 
-def _optimizer_part(optimizer: Optimizer) -> dict[str, Any] | None:
-    name, whole = type(optimizer).__name__, Replicas(optimizer).gather()
+def _optimizer_part(name: str, whole: Whole | None) -> dict[str, Any] | None:
     return whole and {"class": name, **{part: plain(of, f"The optimizer {name}") for part, of in whole.items()}}
 
 

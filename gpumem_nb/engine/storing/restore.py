@@ -23,7 +23,7 @@ from ...shared.settings import Settings
 from ..copies import overwrite
 from ..link.communicator import here
 from ..random_state import OwnNumbers
-from ..step.optimizer_state import Replicas, extra_states
+from ..step.optimizer_state import extra_states
 from ..step.rates import Course
 from ..step.trainer import Trainer
 from .capture import from_bytes, gather, opened_random, plain
@@ -69,7 +69,9 @@ class Checked:
             self._random.go_on_from(random)
         self._optimizer = self._rebuilt(path, trainer, payload)
         own_optimizer, saved = trainer.live.own_optimizer, payload["own_optimizer"]
-        self._put_own_state = self._state_for(path, own_optimizer, saved) if own_optimizer and saved else None
+        self._put_own_state: Callable[[], None] | None = None
+        if own_optimizer and saved:
+            self._put_own_state = self._state_for(path, trainer, own_optimizer, saved)
         scheduler_state = _scheduler_state(path, trainer.live.scheduler, payload.get("scheduler"))
         self._by_own_code = [
             *_extra_of(path, trainer, own.get("extra", {})),
@@ -138,10 +140,12 @@ class Checked:
                 )
             return trainer.live.own_optimizer
         optimizer = trainer.live.built(trainer.live.parameters, self.settings)
-        self._state_for(path, optimizer, payload["optimizer"])()
+        self._state_for(path, trainer, optimizer, payload["optimizer"])()
         return optimizer
 
-    def _state_for(self, path: Path, optimizer: Optimizer, saved: dict[str, Any]) -> Callable[[], None]:
+    def _state_for(
+        self, path: Path, trainer: Trainer, optimizer: Optimizer, saved: dict[str, Any]
+    ) -> Callable[[], None]:
         """Return a function that puts the saved state into ``optimizer``; its tensors are allocated by now."""
         what = f"{path} was saved with {saved['class']}"
         load = "Load or attach the workload with the same optimizer."
@@ -149,7 +153,8 @@ class Checked:
             raise StateFileError(f"{what}, and this is {type(optimizer).__name__}. {load}")
         numbers = saved.get("numbers", {})  # earlier versions did not write them
         try:
-            return Replicas(optimizer).scatter({"state": saved["state"], "groups": saved["groups"], "numbers": numbers})
+            form = trainer.live.sharing.form(optimizer, self.settings)
+            return form.scatter({"state": saved["state"], "groups": saved["groups"], "numbers": numbers})
         except StateFileError as error:
             raise StateFileError(f"{what}, but {error}. {load}") from None
 

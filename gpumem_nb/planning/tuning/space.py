@@ -20,11 +20,12 @@ SPLIT = (BATCH_SIZE.name, ACCUMULATION_STEPS.name)
 """Knobs that change together only, because their product is the samples of a step on one rank."""
 TUNED = ("precision", "checkpointing", *SPLIT, "optimizer_impl")
 """The knobs that are tuned if none are named."""
-TUNABLE = (*TUNED, "loss_head", "optimizer")
+TUNABLE = (*TUNED, "loss_head", "optimizer", "shard_optimizer")
 """What a few steps that are undone can tell of; autotune takes care of how gradients travel."""
 _ONLY_VALUE = {
     "checkpointing": "the model has no blocks to compute again (Workload(blocks=...) would name some)",
     "loss_head": "no linear layer with more outputs than inputs makes the logits",
+    "shard_optimizer": "ranks cannot share the optimizer's state here",
     **dict.fromkeys(SPLIT, "one sample of a step on each rank cannot be split (those of a larger global batch can)"),
 }
 Ask = Callable[[Mapping[str, Any]], Settings]
@@ -166,7 +167,13 @@ def _split(batch_size: int, per_rank: int) -> dict[str, int]:
 
 
 def _values(name: str, per_rank: int, workload: WorkloadInfo, start: Settings) -> list[Mapping[str, Any]]:
-    if (name == "checkpointing" and not workload.blocks) or (name == "loss_head" and not workload.logits):
+    handles = workload.handles
+    lacking = {
+        "checkpointing": not handles.blocks,
+        "loss_head": not handles.logits,
+        "shard_optimizer": not handles.shards,
+    }
+    if lacking.get(name):
         return []
     if name != SPLIT[0]:
         # Selective checkpointing takes part where it is in use: its budget would be one more thing to look for.

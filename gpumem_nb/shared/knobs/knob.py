@@ -45,6 +45,9 @@ class LiveModel(Protocol):
     def set_optimizer_impl(self, name: str) -> None:
         """Compute the same update in another way."""
 
+    def set_shard_optimizer(self, settings: Settings) -> None:
+        """Keep all of the optimizer's state, or a share of it."""
+
     def set_learning_rate(self, settings: Settings) -> None:
         """Bring the rate to what these settings ask of it at this step, in all parameter groups alike."""
 
