@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch._functorch import config
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gpumem_nb
@@ -140,6 +139,7 @@ def within(compiled: Any, budget: float, forward: Any) -> Pass:
     """One of a compiled model within torch's own budget, which counts when it is compiled."""
 
     def take() -> None:
+        config = importlib.import_module("torch._functorch.config")  # which cannot be sent to a rank
         with config.patch(activation_memory_budget=budget):
             compiled(*forward.args, **forward.keywords).loss.backward()
 
