@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from .optimizers import check_state
 from .parts import Parts, in_groups
 from .rates import rate_of
 
+Known = Mapping[int, tuple[weakref.ref[Tensor], torch.Size]]
+"""Weights of some moment and the shapes that they had, by their ids."""
 _KERAS = ("keras", "tf_keras")
 _LOOP = "run steps of your own in a %%hvd cell, with hvd.DistributedOptimizer"
 
@@ -93,6 +96,26 @@ def check_tensors(module: nn.Module) -> None:
         if tensor.layout != strided or tensor.is_quantized:
             what = "quantized" if tensor.is_quantized else "sparse"
             raise WorkloadError(f"{name} is a {what} tensor, which ranks cannot hold alike. Keep it dense.")
+
+
+def check_strangers(parts: Parts, known_before: Known, trained: Set[int]) -> None:
+    """Check weights that came meanwhile, and shapes of those that are trained; ``trained`` are the ids of these.
+
+    Raises:
+        WorkloadError: naming the first that no optimizer has, or one of another shape.
+    """
+    for name, param in parts.named_parameters():
+        known, shape = known_before.get(id(param), (lambda: None, param.shape))
+        if known() is param and shape != param.shape and id(param) in trained:
+            raise WorkloadError(
+                f"{name} has shape {tuple(param.shape)} now and had {tuple(shape)}, as the optimizer's state has. "
+                "Build the optimizer anew, and attach model and optimizer again."
+            )
+        if param.requires_grad and known() is not param and id(param) not in trained:
+            raise WorkloadError(
+                f"{name} came into the model after it was attached, and no optimizer trains it. Add it with "
+                "optimizer.add_param_group({'params': [...]}) on all ranks, or attach the model again."
+            )
 
 
 def checked_optimizer(optimizer: Any, parts: Parts) -> Optimizer:

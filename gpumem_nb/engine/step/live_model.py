@@ -23,8 +23,7 @@ from ...shared.workload import Workload
 from ..link.communicator import same_everywhere
 from ..link.signals import interruptible
 from ..replay.recomputing import Recomputing
-from . import optimizers, shards
-from .checks import check_modules, check_precision, check_tensors, checked_model, checked_optimizer, checked_scheduler
+from . import checks, optimizers, shards
 from .optimizer_state import Parked, Replicas, state_of
 from .parts import Modes, Parts, in_groups, note_steps, steps_before
 from .rates import Course, Rates, named_rate
@@ -68,22 +67,22 @@ class LiveModel:
         self._workload = workload
         self._device = device
         with interruptible():
-            self.model = checked_model(workload.model())
+            self.model = checks.checked_model(workload.model())
         self.loss = workload.loss
         self.parts = Parts(self.model, workload.loss)
         moved = {id(param) for param in self.parts.parameters() if param.device != device.torch_device}
         for part in self.parts.named.values():
-            check_tensors(part)
+            checks.check_tensors(part)
             part.to(device.torch_device)
         self._modes = [Modes(part) for part in self.parts.named.values()]
         self.own_optimizer: Optimizer | None = None
         self.own_rate = 0.0
         self.scheduler: LRScheduler | None = None
         if workload.optimizer:
-            self.own_optimizer = checked_optimizer(workload.optimizer(self.parts.parameters()), self.parts)
+            self.own_optimizer = checks.checked_optimizer(workload.optimizer(self.parts.parameters()), self.parts)
             Replicas(self.own_optimizer).move_to(device.torch_device, moved)
         if workload.scheduler:
-            self.scheduler = checked_scheduler(workload.scheduler(self.own_optimizer), self.own_optimizer)
+            self.scheduler = checks.checked_scheduler(workload.scheduler(self.own_optimizer), self.own_optimizer)
         if self.own_optimizer:
             self.own_rate = named_rate(self.own_optimizer)
             self.settings = Settings(optimizer="own", learning_rate=self.own_rate)
@@ -112,7 +111,7 @@ class LiveModel:
                 applied, and is noted, so that going back starts from what is true.
         """
         settings.check_known()
-        check_precision(settings, self.parts)
+        checks.check_precision(settings, self.parts)
         try:
             for name, knob in KNOBS.items():
                 if knob.apply:
@@ -273,20 +272,8 @@ class LiveModel:
                 or a head that do not go with the knobs.
         """
         for part in self.parts.named.values():
-            check_modules(part)
-        trained = set(map(id, self._trained()))
-        for name, param in self.parts.named_parameters():
-            known, shape = self._known.get(id(param), (lambda: None, param.shape))
-            if known() is param and shape != param.shape and id(param) in trained:
-                raise WorkloadError(
-                    f"{name} has shape {tuple(param.shape)} now and had {tuple(shape)}, as the optimizer's state has. "
-                    "Build the optimizer anew, and attach model and optimizer again."
-                )
-            if param.requires_grad and known() is not param and id(param) not in trained:
-                raise WorkloadError(
-                    f"{name} came into the model after it was attached, and no optimizer trains it. Add it with "
-                    "optimizer.add_param_group({'params': [...]}) on all ranks, or attach the model again."
-                )
+            checks.check_modules(part)
+        checks.check_strangers(self.parts, self._known, set(map(id, self._trained())))
         self.recomputing.set_checkpointing(self.settings)
         self.recomputing.set_loss_head(self.settings.loss_head)
 
