@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -29,12 +29,22 @@ from torch.optim import (
 from gpumem_nb.engine.link.communicator import Communicator, Separated
 from gpumem_nb.engine.step.optimizer_state import Replicas, Whole, state_of
 from gpumem_nb.engine.step.shards import BY_ELEMENTS, Sharing
+from gpumem_nb.memory.tensors import tensors_in
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
 from tests.threads import Meeting
 
 ON, OFF = Settings(shard_optimizer="on", bucket_mib=0.01), Settings(bucket_mib=0.01)
 Make = Callable[[Sequence[Tensor]], Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As ranks have: on several threads torch's loops over numbers of 16 bits depend on how they are divided."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -197,6 +207,39 @@ def test_a_state_of_two_ranks_is_taken_up_by_four_and_by_one() -> None:
 
     for ranks in (1, 4):
         assert all(same(one, expected) for one in Meeting(ranks).run(resumed))
+
+
+def test_what_a_cell_freezes_on_some_ranks_or_for_a_while_changes_no_share() -> None:
+    model = net()
+
+    def trained(link: Communicator, frozen: bool) -> list[Any]:
+        rank = Training(model, lambda params: AdamW(params, 0.01), link.size)
+        rank.params[0].requires_grad_(not (frozen and link.rank == 0))
+        rank.flip(ON)
+        rank.params[0].requires_grad_(True)
+        rank.take(3)
+        shared = sum(tensors.nbytes for tensors in tensors_in(list(rank.optimizer.state.values())))
+        rank.flip(OFF)
+        return [rank.weights(), shared]
+
+    expected = Meeting(3).run(lambda link: trained(link, False))
+    assert all(map(same, Meeting(3).run(lambda link: trained(link, True)), expected))
+
+
+def test_weights_that_lie_otherwise_than_before_are_refused_on_all_ranks() -> None:
+    def trained(link: Communicator) -> tuple[str, str]:
+        rank = Training(net(), lambda params: AdamW(params, 0.01), link.size)
+        rank.flip(ON)
+        rank.take(2)
+        wide = next(param for param in rank.params if param.dim() == 4)
+        wide.data = wide.data.contiguous()  # it was in channels_last
+        with pytest.raises(WorkloadError, match="lies otherwise in memory") as in_update:
+            rank.take(1)
+        with pytest.raises(WorkloadError, match="lies otherwise in memory") as in_flip:
+            rank.flip(OFF)
+        return str(in_update.value), str(in_flip.value)
+
+    assert len(set(Meeting(2).run(trained))) == 1
 
 
 def test_ranks_that_come_apart_while_they_give_each_other_weights_get_the_rest_when_they_join_again() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,11 @@ def laid_as(value: Tensor, param: Tensor) -> Tensor:
     return in_memory_order(value)
 
 
+def layout(tensor: Tensor) -> tuple[int, ...]:
+    """Return what tells how a tensor's elements lie in memory: strides of what has more than one element."""
+    return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
 def _lies_as(value: Tensor, param: Tensor) -> bool:
     strides = zip(value.stride(), param.stride(), param.shape, strict=True)
     return all(one == other for one, other, size in strides if size > 1)
@@ -88,14 +94,18 @@ class Partition:
 
     @classmethod
     def of(cls, params: Sequence[Tensor], ranks: int, rank: int) -> Partition:
-        """Give each rank as many bytes of what is trained; what is frozen goes with its neighbours."""
-        sizes = [param.nbytes if param.requires_grad else 0 for param in params]
-        total, before, found = max(1, sum(sizes)), 0, []
-        for param, nbytes in zip(params, sizes, strict=True):
+        """Give each rank as much of each weight, whatever is frozen now or later; a small one goes to the poorest."""
+        held, found = [0] * ranks, []
+        for param in params:
             count = param.numel()
-            ends = (_nearest(border * total / ranks - before, nbytes, count) for border in range(1, ranks))
-            found.append((0, *ends, count))
-            before += nbytes
+            if count < ranks * ALIGNED:
+                owner = held.index(min(held))
+                borders = tuple(count * (border > owner) for border in range(ranks + 1))
+            else:
+                borders = (*(round(border * count / ranks / ALIGNED) * ALIGNED for border in range(ranks)), count)
+            shares = (end - begin for begin, end in pairwise(borders))
+            held = [nbytes + share * param.element_size() for nbytes, share in zip(held, shares, strict=True)]
+            found.append(borders)
         return cls(tuple(found), rank)
 
     @property
@@ -180,17 +190,6 @@ class Partition:
                 name: torch.empty_like(param, dtype=value.dtype) if by_elements(name, value, (end - begin,)) else value
                 for name, value in kept.items()
             }
-
-
-def _nearest(wanted_bytes: float, nbytes: int, count: int) -> int:
-    """Return the border in a weight that is nearest to this byte, of those that no instruction reaches across."""
-    if wanted_bytes <= 0:
-        return 0
-    if wanted_bytes >= nbytes:
-        return count
-    wanted = wanted_bytes * count / nbytes
-    aligned = min(count, round(wanted / ALIGNED) * ALIGNED)
-    return count if count - wanted < abs(aligned - wanted) else aligned
 
 
 class _Round(NamedTuple):

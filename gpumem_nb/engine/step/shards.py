@@ -30,7 +30,7 @@ from ..link.communicator import here
 from . import optimizers
 from .buckets import ReductionConfig
 from .optimizer_state import Replicas, Whole, hold_as, placed, state_of
-from .partition import Exchange, Partition, Span, by_elements, has_gaps, in_memory_order, laid_as, of_weights
+from .partition import Exchange, Partition, Span, by_elements, has_gaps, in_memory_order, laid_as, layout, of_weights
 from .parts import in_groups
 
 BY_ELEMENTS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, ASGD, Rprop)
@@ -166,6 +166,7 @@ class Shards(Replicas):
         super().__init__(optimizer)
         self._params = in_groups(optimizer)
         self.partition = Partition.of(self._params, ranks, here().rank)
+        self._layouts = {id(param): layout(param) for param in self._params}
 
     def follow_groups(self) -> None:
         """Share what came into the optimizer's groups, too, and let go of what left them. All ranks do that alike."""
@@ -175,6 +176,7 @@ class Shards(Replicas):
         of_new = Partition.of(new, now.ranks, now.rank).borders
         borders |= {id(param): one for param, one in zip(new, of_new, strict=True)}
         self._params, self.partition = params, Partition(tuple(borders[id(param)] for param in params), now.rank)
+        self._layouts = {id(param): self._layouts.get(id(param), layout(param)) for param in params}
 
     def update(self, step: Callable[[], Any]) -> None:
         """Let the optimizer take its ``step`` of this rank's share.
@@ -182,7 +184,7 @@ class Shards(Replicas):
         Raises:
             WorkloadError: it cannot be shared any more, for what a cell has done.
         """
-        if problem := why_not(self._optimizer):
+        if problem := why_not(self._optimizer) or self._moved():
             raise WorkloadError(problem)
         with self.partition.updating(self._optimizer):
             step()
@@ -271,6 +273,17 @@ class Shards(Replicas):
         made = placed({name: value for name, value in values.items() if name not in rows}, param)
         return made | {name: torch.empty_like(row, device=param.device).copy_(row) for name, row in rows.items()}
 
+    def _moved(self) -> str:
+        """Return that a weight lies otherwise than when its share of the state was made; empty if none does."""
+        moved = (param for param in self._params if layout(param) != self._layouts[id(param)])
+        if (param := next(moved, None)) is None:
+            return ""
+        return (
+            f"a weight of shape {tuple(param.shape)} lies otherwise in memory than when ranks began to share the "
+            "optimizer's state, which a cell may have changed. Let it lie as before, with "
+            "model.to(memory_format=...), on all ranks"
+        )
+
     def _told(self) -> State:
         """Return what the ranks have of each weight: a type where that has a number for each element, else the value.
 
@@ -286,7 +299,11 @@ class Shards(Replicas):
                     for name, value in self._optimizer.state[param].items()
                 }
         borders = zlib.crc32(repr(self.partition.borders).encode())
-        each = [cloudpickle.loads(one) for one in here().of_each(cloudpickle.dumps((borders, own)), "held shares")]
+        mine = cloudpickle.dumps((self._moved(), borders, own))
+        facts = [cloudpickle.loads(one) for one in here().of_each(mine, "held shares")]
+        if moved := next((words for words, *_ in facts if words), ""):
+            raise WorkloadError(moved)
+        each = [(at, told) for _, at, told in facts]
         found: State = {}
         for _, told in each:
             found = dict(sorted((told | found).items()))
