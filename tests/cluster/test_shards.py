@@ -139,9 +139,8 @@ def test_a_model_whose_whole_state_does_not_fit_trains_as_the_card_says() -> Non
         session.run(LARGE)
         session.attach(model="net", data="rows", loss="loss")
         session.set(batch_size=2, optimizer_impl="fused")
-        with pytest.raises(
-            TrainingFailed, match=r"ran out of memory(.|\n)*shard_optimizer=on \(live peak .*the mildest"
-        ):
+        # How many others are tried besides depends on the time that there is.
+        with pytest.raises(TrainingFailed, match=r"ran out of memory(.|\n)*shard_optimizer=on \(live peak"):
             session.train(3)
         predicted = session.predict(shard_optimizer="on")
         session.set(shard_optimizer="on")
