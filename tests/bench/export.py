@@ -109,7 +109,9 @@ def main() -> int:
             run = session.train(steps)
             for ddp in (False, True):
                 loss, weights, peak, lines = compare(session, run, Path(folder) / "train.py", ddp)
-                wrong = loss > ROUNDING or abs(peak) > MOST_OFF
+                # A script computes again what the session keeps of random numbers and of what is written in place.
+                less = peak < 0 and knobs.get("checkpointing") == "selective"
+                wrong = loss > ROUNDING or (abs(peak) > MOST_OFF and not less)
                 failed, equal, scripts = failed + wrong, equal + (not weights and not loss), scripts + 1
                 memory = "" if ddp else f"peak {100 * peak:+.2f} %, "
                 shown = f"losses within {loss:.1e}, {weights} weights differ, {memory}{lines} lines"
