@@ -33,6 +33,7 @@ def test_a_deeper_model_needs_what_was_said_of_its_blocks(
     assert 0.99 * grown <= found[0].block_bytes <= above * grown
 
 
+@pytest.mark.full
 def test_every_rung_needs_what_was_said_when_it_is_taken(
     two_ranks: Session, fresh: Callable[..., Session], shell: InteractiveShell
 ) -> None:

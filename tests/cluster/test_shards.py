@@ -134,6 +134,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.full
 def test_a_model_whose_whole_state_does_not_fit_trains_as_the_card_says() -> None:
     with gpumem_nb.start(2, device="cpu", memory_limit="300MiB") as session:
         session.run(LARGE)
@@ -189,6 +190,7 @@ def test_what_cannot_be_shared_is_refused_and_training_goes_back(
     assert "shard_optimizer" in str(session.what_if())
 
 
+@pytest.mark.full
 def test_a_model_that_is_attached_again_goes_on_with_its_whole_state(two_ranks: Session) -> None:
     found = []
     for value in ("off", "on"):
@@ -200,6 +202,7 @@ def test_a_model_that_is_attached_again_goes_on_with_its_whole_state(two_ranks: 
     assert found[0] == found[1]
 
 
+@pytest.mark.full
 def test_a_state_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     saved = {value: tmp_path / value for value in ("off", "on")}
     for value, path in saved.items():

@@ -64,6 +64,7 @@ def own(two_ranks: Session) -> Session:
     return two_ranks
 
 
+@pytest.mark.full
 def test_an_optimizer_that_a_cell_has_changed_is_the_same_after_another_was_tried(own: Session) -> None:
     own.train(2)
     own.run("adamw, moments = optimizer, state()")
@@ -77,6 +78,7 @@ def test_an_optimizer_that_a_cell_has_changed_is_the_same_after_another_was_trie
     assert own.run("optimizer is adamw and state() == moments") == [True] * 2, "no step was done meanwhile"
 
 
+@pytest.mark.full
 def test_what_an_optimizer_remembers_outlives_a_trial_after_weights_were_added_to_it(own: Session) -> None:
     own.run("adamw = torch.optim.AdamW(net[0].parameters())")
     own.attach(model="net", loss="size", data="rows", optimizer="adamw")
