@@ -94,7 +94,7 @@ class Checkpointing:
         self._last_index = -1
         self._last: weakref.ref[Segment] | None = None  # weak: only the graph keeps a segment's inputs alive
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
-        self._open: tuple[Segment, ExitStack, int, Run] | None = None
+        self._open: tuple[Segment, ExitStack] | None = None
         self._states = [BlockState(block) for block in blocks]
         self._hooks = [self._hooks_of(index, state) for index, state in enumerate(self._states)]
         self._handles: list[RemovableHandle] = []  # of the hooks that are on the model now
@@ -201,7 +201,7 @@ class Checkpointing:
         hooks.enter_context(segment.hooks())
         hooks.enter_context(run.running())
         self._segments.add(segment)
-        self._last_index, self._last, self._open = index, weakref.ref(segment), (segment, hooks, index, run)
+        self._last_index, self._last, self._open = index, weakref.ref(segment), (segment, hooks)
         self._entered = True
 
     def _leave(self, block: nn.Module, output: Any) -> None:
@@ -214,11 +214,9 @@ class Checkpointing:
         if Segment.replaying:
             Segment.replaying.returned_again(output)
         elif self._open:
-            segment, hooks, index, run = self._open
+            segment, hooks = self._open
             self._open = None
             hooks.close()
-            if self._selection:
-                self._selection.ran(index, run, output)
             segment.returned(output)
 
 

@@ -113,6 +113,7 @@ class Segment:
         if output is None:  # what torch tells of a block that raised
             return
         number, call = len(self._calls) - 1, self._calls[-1]
+        call.run.returned(output)
         for index, tensor in enumerate(tensors_in(output)):
             self._outputs.append((weakref.ref(tensor), version(tensor), _Link(number, index)))
         call.seen.returned()

@@ -62,6 +62,9 @@ class Run:
         """Return whether a tensor that autograd saves is kept anyway."""
         return False
 
+    def returned(self, output: Any) -> None:
+        """The block has run, and given this."""
+
     def again(self) -> AbstractContextManager[Any]:
         """Inside, it runs once more."""
         return nullcontext()
@@ -73,16 +76,20 @@ class Run:
 class LearningRun(Run):
     """One of which nothing is kept either, and which shows what its operators give."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self.learning = Learning(block)
+    def __init__(self, block: nn.Module, results: Results) -> None:
+        self._learning, self._results = Learning(block), results
 
     def running(self) -> AbstractContextManager[Any]:
         """Inside, the block runs."""
-        return self.learning
+        return self._learning
+
+    def returned(self, output: Any) -> None:
+        """Add what was learned to what other runs of the block have shown."""
+        self._results.add(self._learning.returned(output))
 
     def holds(self, tensor: Tensor) -> bool:
         """Note that a tensor is saved."""
-        self.learning.saved(tensor)
+        self._learning.saved(tensor)
         return False
 
 
@@ -277,13 +284,8 @@ class Selection:
     def run_of(self, index: int, block: nn.Module) -> Run:
         """Return how a block is run."""
         if self._learning is not None:
-            return LearningRun(block)
+            return LearningRun(block, self._learning[index])
         return KeepingRun(self.kept[index]) if self.kept[index] else Run()
-
-    def ran(self, index: int, run: Run, output: Any) -> None:
-        """A block has run, and given this."""
-        if self._learning is not None and isinstance(run, LearningRun):
-            self._learning[index].add(run.learning.returned(output))
 
     @property
     def results(self) -> list[Results]:
