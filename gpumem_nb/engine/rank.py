@@ -22,7 +22,7 @@ from ..shared.allocator_settings import AllocatorSettings
 from ..shared.answers import Apart, Pulse
 from ..shared.errors import WorkloadError
 from ..shared.forecast import Forecasts, Rehearsal
-from ..shared.knobs import KNOBS, register
+from ..shared.knobs import register_new
 from ..shared.messages import (
     Chunk,
     ChunkReply,
@@ -69,13 +69,13 @@ _checked: restore.Checked | None = None  # between the two phases of resuming
 def set_up(config: RankConfig) -> RankInfo:
     """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
     global _session_started_s, _device, _pulse, _names, _tracer
-    for knob in (one for one in config.knobs if one.name not in KNOBS):  # a module that both import may have it
-        register(knob)
+    register_new(config.knobs)
     torch.set_num_threads(config.threads)
     cpu = config.device == "cpu"
     link, horovod_threads = horovod.join(on_cpu=cpu)
     use(link)
-    kernel, _session_started_s = namespace()["get_ipython"]().kernel, config.epoch_time_s
+    kernel = namespace()["get_ipython"]().kernel
+    _session_started_s = config.epoch_time_s
     signals.take_over(kernel)
     signals.listen_for_nudges()
     if not cpu:

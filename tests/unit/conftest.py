@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from gpumem_nb.memory.device import open_device
+from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from tests.unit.dry_runs import forked
 from tests.virtual_gpu import process_of_its_own
 
@@ -39,6 +41,15 @@ def process_with_a_virtual_gpu() -> Iterator[None]:
     """Where tests under ``on_virtual_gpu`` run."""
     with process_of_its_own():
         yield
+
+
+@pytest.fixture(scope="module")
+def gpu() -> VirtualGPU:
+    """A virtual GPU of this process without a limit."""
+    device = open_device("virtual", 0, None)
+    assert isinstance(device, VirtualGPU)
+    device.set_limit(None)
+    return device
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from gpumem_nb.shared.workload import Workload
 from tests.unit.test_one_rank import alone as alone  # a fixture
 from tests.unit.test_one_rank import loss, rows, stream
 from tests.unit.test_questions import asked
-from tests.unit.test_questions import gpu as gpu  # a fixture
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -36,7 +36,6 @@ from tests.ledgers import MIB, info, reading
 from tests.unit.test_doctor import LEAK, LIMIT, LOADED, causes, evidence, prediction, ran_out, rank
 from tests.unit.test_doctor_asks import Session
 from tests.unit.test_one_rank import alone as alone  # a fixture
-from tests.unit.test_questions import gpu as gpu  # a fixture
 from tests.unit.test_questions import trainer
 
 CHECKPOINTED = Settings(checkpointing="blocks")

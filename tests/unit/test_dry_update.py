@@ -20,7 +20,6 @@ from gpumem_nb.engine import cells
 from gpumem_nb.engine.step import known_updates, optimizers
 from gpumem_nb.engine.step.dry_update import AskedUpdate, CannotBeForeseen, foresee
 from gpumem_nb.engine.step.known_updates import KnownUpdates
-from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.ledger.events import Foreseen
 from gpumem_nb.memory.tensors import tensors_in
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
@@ -104,14 +103,6 @@ KNOWN += [("RAdam False", 7), ("NAdam True", 7), ("replacing", 14), ("around", 1
 CASES = [(name, torch.float32) for name in BUILDS] + [
     (name, torch.bfloat16) for name in BUILDS if not name.startswith(("Adafactor", "ASGD"))
 ]
-
-
-@pytest.fixture(scope="module")
-def gpu() -> VirtualGPU:
-    device = open_device("virtual", 0, None)
-    assert isinstance(device, VirtualGPU)
-    device.set_limit(None)
-    return device
 
 
 def network(dtype: torch.dtype) -> nn.Module:

@@ -186,7 +186,7 @@ def test_after_a_cell_it_asks_with_the_next_step_and_no_earlier(session: Session
     session.history.model_may_have_changed()
     tip.explain("checkpointing")
     look(tip)
-    assert len(session.asked) == 7, "whoever turns to a knob wants to know"
+    assert len(session.asked) == 7, "predictions follow when a knob gets the focus"
 
 
 def test_a_prediction_of_the_model_as_it_was_is_not_kept(session: Session) -> None:

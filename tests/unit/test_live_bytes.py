@@ -27,7 +27,6 @@ from tests.ledgers import MIB
 from tests.unit.test_doctor import LEAK, causes, evidence, failed, prediction
 from tests.unit.test_doctor import rank as on_rank
 from tests.unit.test_one_rank import alone as alone  # a fixture
-from tests.unit.test_questions import gpu as gpu  # a fixture
 from tests.unit.test_questions import trainer
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -23,7 +23,7 @@ from gpumem_nb.engine.step.muon import MuonAndAdamW
 from gpumem_nb.engine.step.optimizer_state import Replicas
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.undo.step_undo import UpdateUndo
-from gpumem_nb.memory.device import open_device, opened
+from gpumem_nb.memory.device import opened
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.categories import OPTIMIZER_STATE
 from gpumem_nb.shared.messages import Chunk
@@ -200,14 +200,6 @@ def test_it_trains_as_both_optimizers_in_a_plain_loop_to_the_bit(name: str) -> N
 def trainer(gpu: VirtualGPU, name: str) -> Trainer:
     stream = ShardedStream(*as_dataset(rows()), rank=0, size=1)
     return Trainer(workload(MODELS[name]), stream, gpu, time.time())
-
-
-@pytest.fixture(scope="module")
-def gpu() -> VirtualGPU:
-    device = open_device("virtual", 0, None)
-    assert isinstance(device, VirtualGPU)
-    device.set_limit(None)
-    return device
 
 
 @pytest.mark.parametrize("name", MODELS)

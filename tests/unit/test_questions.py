@@ -16,7 +16,6 @@ from torch.optim import SGD, Adam
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.questions.predicting import Predicting
-from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.planning.prediction import DOES_NOT_FIT
 from gpumem_nb.shared.categories import OPTIMIZER_STATE
@@ -59,14 +58,6 @@ class Counting(SGD):
         for param in (param for group in self.param_groups for param in group["params"]):
             if not self.decides or param.grad.norm() >= 0:
                 param.sub_(param.grad * 0.1 + 0.01 * torch.randn_like(param))
-
-
-@pytest.fixture(scope="module")
-def gpu() -> VirtualGPU:
-    device = open_device("virtual", 0, None)
-    assert isinstance(device, VirtualGPU)
-    device.set_limit(None)
-    return device
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ from gpumem_nb.engine.dry.step import DryStep
 from gpumem_nb.engine.packing import emptied
 from gpumem_nb.engine.step.dry_update import AskedUpdate, foresee, timed_on_scratch
 from gpumem_nb.engine.step.partition import Partition
-from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.ledger.trace import CODE
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.categories import OPTIMIZER_STATE
@@ -27,14 +26,6 @@ from gpumem_nb.shared.forecast import Kernels
 from gpumem_nb.shared.settings import Settings
 
 SENT_BYTES = 2**14
-
-
-@pytest.fixture(scope="module")
-def gpu() -> VirtualGPU:
-    device = open_device("virtual", 0, None)
-    assert isinstance(device, VirtualGPU)
-    device.set_limit(None)
-    return device
 
 
 def network() -> nn.Module:

@@ -155,7 +155,7 @@ class Learning(Counting):
         self._until = len(self._results)
 
     def returned(self, output: Any) -> Results:
-        """Return what was learned, without what the block itself gives: whoever asks for that holds it anyway."""
+        """Return what was learned, without the block's own output, which whatever follows the block holds anyway."""
         for place in _storages(output):
             if made := self._made.get(place):
                 made.result.can_be_kept = False

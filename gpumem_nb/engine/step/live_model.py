@@ -374,7 +374,9 @@ class LiveModel:
         Its weights have ``steps`` behind them, those of a state that they were resumed from included. Ranks that shared
         a state do it together. Raises ``WorkloadError`` if their shares do not go together.
         """
-        self.join_shards(Settings())
+        if self.sharing.joins(Settings()) and self.own_optimizer:  # the state of another one goes with it
+            with self._device.exempt():
+                self.sharing.join([self.own_optimizer])
         self.recomputing.remove()
         if self._own_rates:
             self._own_rates.leave()

@@ -6,6 +6,7 @@ parser, completion, panel, advice, what is tried out after memory ran out, and e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from keyword import iskeyword
 
 from ..errors import InvalidInput
@@ -37,6 +38,7 @@ __all__ = [
     "Need",
     "additional",
     "register",
+    "register_new",
 ]
 
 KNOBS: dict[str, Knob] = {}
@@ -69,6 +71,13 @@ def register(knob: Knob) -> None:
     if (stored := knob.check(default)) != default:
         raise InvalidInput(f"The knob {name!r} stores its default {default!r} as {stored!r}: give it that.")
     KNOBS[name] = knob
+
+
+def register_new(knobs: Iterable[Knob]) -> None:
+    """Add those that are not known here yet; a module that both processes import may have added some."""
+    for knob in knobs:
+        if knob.name not in KNOBS:
+            register(knob)
 
 
 def additional() -> tuple[Knob, ...]:

@@ -152,7 +152,7 @@ OPTIMIZER_IMPL = Knob(
 
 def _shared(need: Need) -> Iterator[Changes]:
     name = need.settings.optimizer
-    able = need.tried_out if name == _OWN else name not in _UNSHARED
+    able = need.tried_out if name == _OWN else name not in ("sgd", *_UNSHARED)  # plain SGD has no state
     if need.handles.shards and able and need.settings.shard_optimizer == "off":
         yield {"shard_optimizer": "on"}
 
