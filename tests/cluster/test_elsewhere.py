@@ -94,6 +94,7 @@ def test_what_is_attached_needs_what_its_definition_needs_and_trains_on(attached
     assert attached.train(1).steps == 1
 
 
+@pytest.mark.full
 def test_what_a_cell_froze_is_predicted_frozen(attached: Session) -> None:
     def frozen() -> nn.Module:
         model = net()
@@ -119,6 +120,7 @@ def test_the_table_is_of_the_present_settings_and_the_ranks_here(attached: Sessi
     assert one["T4-16GB"].settings.checkpointing == "none"
 
 
+@pytest.mark.full
 def test_a_loaded_workload_is_predicted_as_by_its_name(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "text-gpt")
     session.train(1)
