@@ -16,8 +16,9 @@ AT_PEAK = {
     c.COMMUNICATION: MIB,
     c.INPUTS: MIB,
     c.CASTS: 0,
+    c.LOGITS: MIB,
     c.ACTIVATIONS: 20 * MIB,
-    c.TEMPORARIES: 2 * MIB,
+    c.TEMPORARIES: MIB,
     c.INSIDE_OPERATORS: MIB,
     c.OTHER: MIB,
 }

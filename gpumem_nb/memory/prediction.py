@@ -21,6 +21,7 @@ from ..shared.categories import (
     COMMUNICATION,
     INPUTS,
     INSIDE_OPERATORS,
+    LOGITS,
     OPTIMIZER_STATE,
     OTHER,
     TEMPORARIES,
@@ -156,7 +157,7 @@ def _vary(small: Trace, large: Trace) -> bool:
 
 _NEAR = 0.8  # of the limit: below it there is room for any layout
 _RECUT = (0.5, 0.8)  # times as many samples, in the step that has cut the cache before
-_OF_SAMPLES = (ACTIVATIONS, INPUTS, INSIDE_OPERATORS, TEMPORARIES)
+_OF_SAMPLES = (ACTIVATIONS, LOGITS, INPUTS, INSIDE_OPERATORS, TEMPORARIES)
 STEPS = 3  # replayed one after another: the second finds the segments of the first, and the third changes little
 
 

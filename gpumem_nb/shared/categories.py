@@ -8,6 +8,7 @@ GRADIENTS = "gradients"
 COMMUNICATION = "communication"
 INPUTS = "inputs"
 CASTS = "16-bit casts"
+LOGITS = "logits"
 ACTIVATIONS = "activations"
 TEMPORARIES = "temporaries"
 INSIDE_OPERATORS = "inside operators"
@@ -20,6 +21,7 @@ MEANING = {
     COMMUNICATION: "Horovod's fusion buffer and copies of gradients on their way to other ranks",
     INPUTS: "the micro-batch",
     CASTS: "16-bit copies of the weights that autocast keeps until forward is over",
+    LOGITS: "what a last layer with more classes than features gives, what the loss keeps of it, and its gradient",
     ACTIVATIONS: "results of forward that were saved for backward",
     TEMPORARIES: "tensors that live for a moment: results not saved, gradients of activations on their way back",
     INSIDE_OPERATORS: "memory that an operator takes and gives back before it returns",

@@ -52,7 +52,7 @@ class Look:
 
 
 _ANGLES = {"": (), "/": (135,), "\\": (45,), "x": (45, 135)}
-# Seven hues for ten categories: stripes mean a short-lived relative of what has the same hue.
+# Seven hues for eleven categories: stripes mean a short-lived relative of what has the same hue.
 LOOKS = {
     c.PARAMETERS: Look(BLUE),
     c.OPTIMIZER_STATE: Look(PURPLE),
@@ -60,6 +60,7 @@ LOOKS = {
     c.COMMUNICATION: Look(GREEN, "x"),
     c.INPUTS: Look(YELLOW),
     c.CASTS: Look(BLUE, "/"),
+    c.LOGITS: Look(ORANGE, "x"),
     c.ACTIVATIONS: Look(ORANGE),
     c.TEMPORARIES: Look(ORANGE, "/"),
     c.INSIDE_OPERATORS: Look(SKY),

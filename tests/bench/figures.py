@@ -25,7 +25,7 @@ class Figure:
     """One measured number of each round, with its target.
 
     Attributes:
-        target: in words, such as ``≥ 0.98``.
+        target: in words, such as ``≥ 0.98``; empty for none.
         unit: behind the numbers; empty for a ratio.
         details: what it was computed from.
     """
@@ -45,6 +45,8 @@ class Figure:
     @property
     def met(self) -> str:
         """Whether the median reaches the target."""
+        if not self.target:
+            return ""
         sign, limit = self.target.split()[:2]
         median = statistics.median(self.values)
         return "yes" if (median >= float(limit) if sign == "≥" else median <= float(limit)) else "no"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from gpumem_nb.shared.processes import cores
-from tests.bench import autotune, figures, many_ranks, plain, tuning
+from tests.bench import autotune, figures, many_ranks, plain, rungs, tuning
 from tests.bench.figures import Figure, say
 from tests.bench.sides import Notebook
 
@@ -41,6 +41,8 @@ def main() -> int:
     if not args.quick:  # half an hour
         say("the panel with many ranks")
         measured += many_ranks.figures(minutes=3)
+        say("the rungs of the memory ladder")
+        measured += rungs.figures()
         say("the tuner against exhaustive grids")
         measured += tuning.figures()
     text = report(measured, load)

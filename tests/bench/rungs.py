@@ -12,6 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.session import Session
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.units import format_bytes
+from tests.bench.figures import Figure
 from tests.bench.prediction import EMPTY, LIMIT_MIB, Case, loaded, measure
 
 REPORT = Path(__file__).parents[2] / "docs" / "ladder.md"
@@ -59,12 +61,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tenth of the pairs, and no page")
     args = parser.parse_args()
     with gpumem_nb.start(1, device="cpu", memory_limit=f"{LIMIT_MIB}MiB", threads=1) as session:
-        session.run(GPT)
-        session.attach(model="net", data="data")
-        workload = session.workload
-        assert workload
-        described = f"GPT-2 of {workload.parameters / 1e6:.1f} million weights, 20,000 words, 8 sequences of 64"
-        rows = [row(session, name) for name in RUNGS]
+        described, rungs = alone(session)
+        rows = [rung.row for rung in rungs]
         cases = [case for name in loaded(session) for case in pairs(session, name, args.quick)]
     text = report(described, rows, cases)
     print(text)
@@ -73,8 +71,63 @@ def main() -> int:
     return 0
 
 
-def row(session: Session, name: str) -> str:
-    """One rung alone: predicted and measured live peak, what is freed, and times as long per sample, taken in turns."""
+def figures() -> list[Figure]:
+    """Return each rung's ratios for ``make bench``."""
+    with gpumem_nb.start(1, device="cpu", memory_limit=f"{LIMIT_MIB}MiB", threads=1) as session:
+        described, rungs = alone(session)
+    return [figure for rung in rungs for figure in rung.figures(described)]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One rung alone, against the plain step.
+
+    Attributes:
+        before, after: live peak without and with it, in bytes.
+        predicted: what was predicted of the peak with it, in bytes.
+        ratios: time of a step with it ÷ without, of each round, in which the two took turns.
+    """
+
+    name: str
+    before: int
+    after: int
+    predicted: int
+    ratios: list[float]
+
+    @property
+    def row(self) -> str:
+        """Its line of docs/ladder.md."""
+        columns = [
+            f"`{self.name}`",
+            f"{format_bytes(self.before)} → {format_bytes(self.after)}",
+            f"−{100 * (1 - self.after / self.before):.0f} %",
+            f"{100 * (self.predicted / self.after - 1):+.2f} %".replace("-", "−"),
+            f"{statistics.median(self.ratios):.2f} [{min(self.ratios):.2f}, {max(self.ratios):.2f}]",
+            PUBLISHED.get(self.name, ""),
+        ]
+        return f"| {' | '.join(columns)} |"
+
+    def figures(self, described: str) -> list[Figure]:
+        """Its ratios; no target is set for what it costs."""
+        sizes = f"{format_bytes(self.before)} → {format_bytes(self.after)}, {described}"
+        return [
+            Figure(f"{self.name}: live peak ÷ without", "≤ 1", values=[self.after / self.before], details=sizes),
+            Figure(f"{self.name}: step time ÷ without", "", values=self.ratios),
+        ]
+
+
+def alone(session: Session) -> tuple[str, list[Rung]]:
+    """Measure each rung by itself on one model; also return what that is."""
+    session.run(GPT)
+    session.attach(model="net", data="data")
+    workload = session.workload
+    assert workload
+    described = f"GPT-2 of {workload.parameters / 1e6:.1f} million weights, 20,000 words, 8 sequences of 64"
+    return described, [measured(session, name) for name in RUNGS]
+
+
+def measured(session: Session, name: str) -> Rung:
+    """Take turns with one rung and without."""
     plain = {knob: KNOBS[knob].default for change in RUNGS.values() for knob in change} | {"batch_size": 8}
     predicted = dict[bool, Prediction]()
     peaks: dict[bool, list[int]] = {False: [], True: []}
@@ -91,17 +144,9 @@ def row(session: Session, name: str) -> str:
             per_sample[taken] = frame.step_s.median()
             peaks[taken].append(int(frame.live_peak_bytes.max()))
         ratios.append(per_sample[True] / per_sample[False])
-    before, after = max(peaks[False]), max(peaks[True])
-    figures = [
-        f"`{name}`",
-        f"{format_bytes(before)} → {format_bytes(after)}",
-        f"−{100 * (1 - after / before):.0f} %",
-        f"{100 * (predicted[True].live_peak_bytes / after - 1):+.2f} %".replace("-", "−"),
-        f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]",
-        PUBLISHED.get(name, ""),
-    ]
-    print(" | ".join(figures), flush=True)
-    return f"| {' | '.join(figures)} |"
+    rung = Rung(name, max(peaks[False]), max(peaks[True]), predicted[True].live_peak_bytes, ratios)
+    print(rung.row, flush=True)
+    return rung
 
 
 def pairs(session: Session, model: str, quick: bool) -> Iterator[Case]:

@@ -22,6 +22,7 @@ from gpumem_nb.shared.categories import (
     CASTS,
     GRADIENTS,
     INPUTS,
+    LOGITS,
     OPTIMIZER_STATE,
     OTHER,
     PARAMETERS,
@@ -101,6 +102,31 @@ def test_activations_are_what_autograd_saves(gpu: VirtualGPU, name: str, precisi
     assert after_forward[ACTIVATIONS] + casts == sum(expected.values())
     assert (casts > 0) == (precision == "bf16")
     del loss
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_logits_what_the_loss_keeps_of_them_and_their_gradient_are_a_category(gpu: VirtualGPU, precision: str) -> None:
+    tokens, features, classes = 64, 16, 1000
+    head = nn.Linear(features, classes)
+    model = nn.Sequential(nn.Embedding(classes, features), nn.Linear(features, features), head)
+    words = torch.randint(classes, (tokens,))
+    recorder = Recorder(gpu, model, head=head)
+    with recorder.watching():
+        recorder.mark("forward")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            logits = model(words)
+            loss = nn.functional.cross_entropy(logits, words)
+        recorder.mark("backward")
+        loss.backward()
+        size = logits.untyped_storage().nbytes()
+        recorder.claim_model(model.parameters(), {})
+        ledger = recorder.end().ledger()
+    logarithms = tokens * classes * 4
+    assert size == tokens * classes * (2 if precision == "bf16" else 4)
+    assert ledger.at_rest[LOGITS] == size  # a variable holds them
+    # Where the step needs most the gradient is there, too; in bf16 it is made in fp32, for a moment.
+    assert ledger.at_peak[LOGITS] == size + logarithms + (0 if precision == "bf16" else size)
+    del logits, loss
 
 
 def test_what_code_holds_is_other_and_stays_visible(gpu: VirtualGPU) -> None:

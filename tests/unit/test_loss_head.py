@@ -288,9 +288,9 @@ def test_workloads_that_are_made_by_position_mean_what_they_meant() -> None:
 
 def test_a_named_head_is_taken_and_small_logits_are_not_worth_it() -> None:
     model = nn.Sequential(nn.Linear(4, 40), nn.Linear(40, 4))
-    assert not recomputing(model).has_logits
+    assert recomputing(model).wide_head is None
     named = recomputing(model, lambda one: one[0])
-    assert named.has_logits
+    assert named.wide_head is model[0]
     named.set_loss_head("chunked")
     assert named.applied["loss_head"] == "chunked"
     named.set_loss_head("full")

@@ -116,8 +116,9 @@ class DryStep:
     @property
     def handles(self) -> Handles:
         """Return what knobs that free memory can take hold of."""
+        logits = self._recomputing.wide_head is not None
         matrices = any(one.requires_grad for one in self._matrices)
-        return Handles(len(self._recomputing.blocks), self._recomputing.has_logits, matrices, self._ranks > 1)
+        return Handles(len(self._recomputing.blocks), logits, matrices, self._ranks > 1)
 
     @property
     def _matrices(self) -> list[Tensor]:
@@ -159,7 +160,7 @@ class DryStep:
     @contextmanager
     def _recording(self) -> Iterator[Recorder]:
         """Inside, a step is taken without memory and recorded."""
-        recorder = Recorder(self._device, *self._parts.named.values())
+        recorder = Recorder(self._device, *self._parts.named.values(), head=self._recomputing.wide_head)
         with self._inside(), self._recomputing.on(), recorder.watching():
             yield recorder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
     return next((one for one in reversed(list(model.modules())) if isinstance(one, nn.Linear)), None)
 
 
-def is_wide(head: nn.Module | None) -> bool:
+def is_wide(head: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Return whether a head has more classes than features, as those of language models; others have small logits."""
     return isinstance(head, nn.Linear) and head.out_features > head.in_features
 

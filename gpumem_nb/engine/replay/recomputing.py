@@ -37,9 +37,10 @@ class Recomputing:
         return self._workload.head(self._model) if self._workload.head else find_head(self._model)
 
     @property
-    def has_logits(self) -> bool:
-        """Return whether logits are worth having in parts."""
-        return is_wide(self.head)
+    def wide_head(self) -> nn.Linear | None:
+        """Return the layer that makes logits, if it makes enough of them to be worth having in parts."""
+        head = self.head
+        return head if is_wide(head) else None
 
     def set_checkpointing(self, settings: Settings) -> None:
         """Compute activations again instead of keeping them, in segments and as many as the settings say.

@@ -101,7 +101,7 @@ def workload_info(
         parameter_bytes=sum(param.nbytes for param in params),
         dataset_len=None if stream.info.batched else stream.length,
         blocks=len(live.recomputing.blocks),
-        logits=live.recomputing.has_logits,
+        logits=live.recomputing.wide_head is not None,
         matrices=any(one.requires_grad for one in live.matrices),
         own_optimizer=type(own).__name__ if own else None,
         own_learning_rate=named_rate(own) if own else None,

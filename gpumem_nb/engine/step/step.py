@@ -116,9 +116,7 @@ class Stepper:
         self.record = None
         failure = failure or self._data_ready(order.trial)
         for _ in range(MOST_ATTEMPTS):
-            with (
-                Recorder(self._device, *self._live.parts.named.values()).watching() if order.recorded else nullcontext()
-            ):
+            with self._recorder().watching() if order.recorded else nullcontext():
                 try:
                     outcome, failure = self._attempt(order, failure)
                 except BaseException:  # which should not come: the next step must not find what is left of this one
@@ -128,6 +126,9 @@ class Stepper:
             if outcome:
                 return outcome
         return self.take(order, self.failure(WorkloadError(_RESTLESS)))
+
+    def _recorder(self) -> Recorder:
+        return Recorder(self._device, *self._live.parts.named.values(), head=self._live.recomputing.wide_head)
 
     def _data_ready(self, trial: bool) -> Failure | None:
         """Let workers begin outside of what is recorded: they must not inherit the recorder."""

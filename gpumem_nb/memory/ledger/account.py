@@ -18,6 +18,7 @@ from ...shared.categories import (
     GRADIENTS,
     INPUTS,
     INSIDE_OPERATORS,
+    LOGITS,
     OPTIMIZER_STATE,
     OTHER,
     PARAMETERS,
@@ -32,7 +33,7 @@ MOST_MODULES = 40  # in a ledger; the rest is summed up
 MOST_POINTS = 600  # in a timeline
 REST = "…"
 # Whom an allocation belongs to when several claim it: the first one.
-_CLAIMS = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS, CASTS, ACTIVATIONS)
+_CLAIMS = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS, CASTS, LOGITS, ACTIVATIONS)
 _PRECEDENCE = {category: place for place, category in enumerate(_CLAIMS)}
 _LASTING = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, COMMUNICATION, INPUTS)
 _Array = NDArray[np.int64]

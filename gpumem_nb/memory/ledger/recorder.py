@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ...internals.torch_internals import func_transforms_allowed, hooks_entered_by, in_backward, not_compiled
-from ...shared.categories import ACTIVATIONS, CASTS, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
+from ...shared.categories import ACTIVATIONS, CASTS, GRADIENTS, LOGITS, OPTIMIZER_STATE, PARAMETERS
 from ...shared.messages import Reading
 from ..device import Listened
 from ..tensors import tensors_in
@@ -26,18 +26,25 @@ _Unpack = Callable[[Any], Tensor]
 class Recorder:
     """Records the events of one step from construction to :meth:`end`, and who claims which allocation.
 
+    Args:
+        device: whose memory it is.
+        models: what is trained; the first is the model itself.
+        head: the layer of it that makes logits; ``None`` where they are no larger than other results.
+
     Attributes:
         current: the one that records now, for code that cannot be handed it.
     """
 
     current: Recorder | None = None
 
-    def __init__(self, device: Listened, *models: nn.Module) -> None:
+    def __init__(self, device: Listened, *models: nn.Module, head: nn.Linear | None = None) -> None:
         # What belongs to a loss is called by its class.
         self._names = {id(module): name for model in models[:1] for name, module in model.named_modules()}
         params = [named for model in models for named in model.named_parameters()]
         self._homes = [name.rpartition(".")[0] for name, _ in params]  # the modules that parameters lie in
         self._home_of = {id(param): home for (_, param), home in zip(params, self._homes, strict=True)}
+        self._head = head
+        self._classes = 0  # once the head was called
         self._device = device
         self._claims: dict[int, Claim] = {}  # by the number of the allocation
         self._running: list[str] = []
@@ -71,7 +78,8 @@ class Recorder:
 
     def saved(self, tensor: Tensor) -> None:
         """A tensor is kept for backward."""
-        self.claim(ACTIVATIONS, [tensor])
+        of_classes = self._classes and self._classes in (tensor.shape[-1:] + tensor.shape[1:2])
+        self.claim(LOGITS if of_classes else ACTIVATIONS, [tensor])
 
     def mark(self, phase: str, module: str = "") -> None:
         """From now on this part of the step runs, in this module."""
@@ -146,6 +154,16 @@ class Recorder:
         if self._running:
             self._running.pop()
         self.mark(self._marks[-1].phase, self._here)
+        if module is self._head:
+            self._logits_made(output, module.out_features)
+
+    def _logits_made(self, logits: Any, classes: int) -> None:
+        """From now on what has a number for each class is logits: what the loss keeps of them, and their gradient."""
+        self._classes = classes
+        if isinstance(logits, Tensor):
+            self.claim(LOGITS, [logits])
+            if logits.grad_fn:
+                logits.grad_fn.register_prehook(_gradient_made)
 
     def _telling(self, pack: _Pack, unpack: _Unpack) -> tuple[_Pack, _Unpack]:
         """Saved-tensor hooks that do what these two do, and tell this recorder.
@@ -160,7 +178,8 @@ class Recorder:
             except Exception:  # torch.utils.checkpoint ends a recomputation so, having kept the last tensor
                 self.saved(tensor)
                 raise
-            self.claim(ACTIVATIONS, tensors_in(packed))
+            for part in tensors_in(packed):
+                self.saved(part)
             return packed, self._here
 
         def told_unpack(saved: tuple[Any, str]) -> Tensor:
@@ -180,3 +199,9 @@ class Recorder:
             enter(saved_tensors_hooks(*self._telling(hooks.pack_hook, hooks.unpack_hook)))
 
         return hooks_entered_by(told_enter)
+
+
+def _gradient_made(gradients: Sequence[Tensor | None]) -> None:
+    """Backward has come to the logits, maybe when nobody records any more."""
+    if Recorder.current:
+        Recorder.current.claim(LOGITS, (one for one in gradients if one is not None))

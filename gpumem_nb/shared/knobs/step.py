@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ..categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, INSIDE_OPERATORS, TEMPORARIES
+from ..categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, INSIDE_OPERATORS, LOGITS, TEMPORARIES
 from ..values import Kind, Values, not_negative, whole
 from ..workload import DataInfo, WorkloadInfo
 from .knob import CHANGES, HALF, KEEPS, KEEPS_TO_ROUNDING, MOST, SOME, Changes, Knob, Need, Settings, carried
@@ -31,7 +31,7 @@ PRECISION = Knob(
         "bf16": "16 bit where that is safe; the range of fp32, fewer digits",
     },
     short="",
-    moves={ACTIVATIONS: HALF, CASTS: MOST, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
+    moves={ACTIVATIONS: HALF, CASTS: MOST, LOGITS: SOME, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
     lighter=_fewer_bits,
     saves="most results of forward take 16 bits instead of 32",
     exported=carried,
@@ -137,7 +137,7 @@ LOSS_HEAD = Knob(
         "chunked": "logits of a sixteenth of the tokens do; backward computes each part again",
     },
     short="logits ",
-    moves={ACTIVATIONS: SOME, TEMPORARIES: HALF},
+    moves={LOGITS: MOST, TEMPORARIES: HALF},
     mathematics=KEEPS_TO_ROUNDING,
     apply=lambda live, settings: live.recomputing.set_loss_head(settings.loss_head),
     lighter=_in_parts,
@@ -230,7 +230,7 @@ BATCH_SIZE = Knob(
     parse=whole,
     allowed="a whole number of at least 1, such as 32",
     short="batch ",
-    moves={ACTIVATIONS: HALF, INPUTS: HALF, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
+    moves={ACTIVATIONS: HALF, LOGITS: HALF, INPUTS: HALF, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
     mathematics=_as_many_samples,
     lighter=_fewer_at_once,
     saves="fewer samples are in memory at once",

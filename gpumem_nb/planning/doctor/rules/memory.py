@@ -303,7 +303,7 @@ def uneven(evidence: Evidence) -> Finding | None:
         f"Rank {worst.info.rank} needs {format_bytes(worst.live_peak_bytes)}, the others "
         f"{format_bytes(round(usual))}{where}: it decides what fits.",
         {"live_peak_bytes": worst.live_peak_bytes, "of the others_bytes": usual, "limit_bytes": limit},
-        do=samples if category in (c.ACTIVATIONS, c.INPUTS, c.TEMPORARIES) else held,
+        do=samples if category in (c.ACTIVATIONS, c.LOGITS, c.INPUTS, c.TEMPORARIES) else held,
     )
 
 
