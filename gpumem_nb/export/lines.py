@@ -10,6 +10,7 @@ from math import ceil, sqrt
 from .order import Order, quoted
 
 WIDTH = 120
+DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
 _ROWS = {"tuple": "TensorDataset(*map(torch.as_tensor, {}))", "dict": "Rows({})"}
 
 
@@ -112,6 +113,13 @@ class Batches:
             yield from (["head.forward = parts"] if chunked else [])
             name = quoted(self._source.names["metric"])
             yield f"found = found if isinstance(found, dict) else {{{name}: found}}"
+
+    def around(self) -> Iterator[str]:
+        """Yield what the forward of a micro-batch runs in."""
+        if dtype := DTYPES.get(self._settings.precision):
+            yield f"torch.autocast(device.type, dtype={dtype})"
+        if self._settings.offload_activations == "on":  # with the weights, which torch does not leave out
+            yield 'torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")'
 
     def moves(self) -> bool:
         """Return whether batches are more than two tensors."""

@@ -10,11 +10,10 @@ from ..shared.knobs.communication import VARIABLES
 from ..shared.knobs.step import checkpointing_of
 from ..shared.settings import OWN
 from .imports import check_code, check_names, own_modules
-from .lines import Batches, checkpointed, in_parts, of_muon, segment_length, selective, wrapped
+from .lines import DTYPES, Batches, checkpointed, in_parts, of_muon, segment_length, selective, wrapped
 from .order import MAKERS, PREPARED, ROLES, Order, quoted
 from .templating import as_on_ranks, render
 
-_DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}
 _OPTIMIZERS = {
     "sgd": "torch.optim.SGD({}, lr={}{})",
     "momentum": "torch.optim.SGD({}, lr={}, momentum=0.9{})",
@@ -96,6 +95,7 @@ class Values:
             "joined": own and self._together() > 1,
             "statistics": (own or self._checkpointing == "selective") and self._checkpointing != "none" and facts.norms,
             "amp": settings.precision != "fp32",
+            "offloads": settings.offload_activations == "on",
             "fp16": settings.precision == "fp16",
             "clip": settings.clip_norm is not None,
             "compression": settings.compression != "none",
@@ -168,6 +168,7 @@ class Values:
             "cell_seed": source.cell_seed,
             "hash_seed": quoted(facts.hash_seed),
             "logits": as_on_ranks("replay/logits.py", "PARTS = ") if "chunked" in flags else "",
+            "around": ", ".join(self._batches.around()),
             "muon": as_on_ranks("step/muon.py", "class ") if "muon" in flags else "",
             "definitions": self._ready_made(flags) if ready else source.definitions,
             "rank": self._rank,
@@ -184,7 +185,7 @@ class Values:
             "eval_more": "".join(f", {name}" for name in self._batches.eval_needs()),
             "over_modules": self._batches.over_modules(),
             "eval_set": "eval_set" if facts.eval_form in ("loader", "tuple", "dict") and self._own else "eval_data",
-            "dtype": _DTYPES.get(settings.precision, ""),
+            "dtype": DTYPES.get(settings.precision, ""),
             "found": "\n".join(self._batches.found()),
             "resumed": ", ".join(name for name, flag in resumed.items() if not flag or flag in flags),
             "weights": "named.values()" if self._own else "model.parameters()",

@@ -17,6 +17,7 @@ from ..shared.workload import Splits
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 NO_LIMIT = "n/a"
 TIME_ERROR = 0.05  # of a step's time, beyond how much the steps that were timed differ
+_AS_MUCH = 0.99  # of the live peak before: not worth copying for
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,6 +47,7 @@ class Prediction(Words):
         seconds: what predicting took.
         cut_short: whether it was not timed because other work waited for the ranks.
         before: the settings that it was asked from, if there were any.
+        before_bytes: the live peak of steps under these; ``None`` if there were none.
         splits: what is known of training its micro-batches in parts.
         instead: what would fit in its place, where it does not and that was asked for.
         block_bytes: by how much live bytes would grow at most for each block more of the model; ``None`` if not known.
@@ -70,6 +72,7 @@ class Prediction(Words):
     high_samples_per_s: float | None = None
     cut_short: bool = False
     before: Settings | None = None
+    before_bytes: int | None = None
     splits: Splits = NOT_KNOWN
     lower_bound: bool = False
     measured: bool = False
@@ -127,13 +130,23 @@ class Prediction(Words):
             )
         longest = f"; {self.sample.rstrip('.')}" if self.sample else ""
         instead = f"\n{self.instead.words(self.before or self.settings)}" if self.instead else ""
-        return f"{said}{bytes_}; {self.basis}{longest}{self._mathematics}{instead}"
+        return f"{said}{bytes_}; {self.basis}{longest}{self._mathematics}{self._elsewhere}{instead}"
 
     @property
     def _mathematics(self) -> str:
         if self.before is None or self.before == self.settings:
             return ""
         return f"; it {mathematics(self.before, self.settings, self.splits)}"
+
+    @property
+    def _elsewhere(self) -> str:
+        """What to say where activations are to wait in host memory, and the peak has none that could."""
+        if self.before is None or self.before_bytes is None or self.lower_bound:
+            return ""
+        begins = self.before.offload_activations == "off" and self.settings.offload_activations == "on"
+        if not begins or self.live_peak_bytes < _AS_MUCH * self.before_bytes:
+            return ""
+        return f"; offload_activations=on frees nothing here: the peak lies elsewhere, in {self.phase}"
 
     @property
     def _speed(self) -> str:

@@ -150,12 +150,14 @@ class MemoryReport(Report):
     @property
     def sentences(self) -> tuple[str, ...]:
         """Return why the numbers differ, and which readings are missing and why."""
+        most = max((rank.ledger for rank in self.ranks if rank.ledger), key=lambda one: one.host_bytes, default=None)
         lacking = any(value is None for rank in self.ranks for value in rank.byte_values.values())
         return (
             *why_they_differ([rank.info for rank in self.ranks]),
             *([_NOT_READ] if lacking else []),
             *reasons([(rank.info.rank, rank.device_use) for rank in self.ranks if rank.device_use]),
             *dict.fromkeys(rank.info.note for rank in self.ranks if rank.info.note),
+            *([_on_host(most)] if most and most.host_bytes else []),
         )
 
     @property
@@ -194,7 +196,15 @@ class MemoryReport(Report):
             "peak_bytes": ledger.peak_bytes if ledger else None,
             "peak_phase": ledger.phase if ledger else None,
             "peak_module": ledger.module if ledger else None,
+            "host_peak_bytes": ledger.host_bytes if ledger else None,
         }
+
+
+def _on_host(ledger: Ledger) -> str:
+    return (
+        f"Up to {format_bytes(ledger.host_bytes)} waited in host memory (offload_activations=on), of "
+        f"{format_bytes(ledger.host_limit_bytes)} that a rank may use there. They count for no device."
+    )
 
 
 def why_they_differ(ranks: Sequence[RankInfo]) -> tuple[str, ...]:

@@ -145,6 +145,7 @@ class DryStep:
             self._form.partition.divide(self._optimizer)
         self._recomputing.set_checkpointing(self._settings)
         self._recomputing.set_loss_head(self._settings.loss_head)
+        self._recomputing.set_offload(self._settings.offload_activations)
         try:
             while True:
                 with suppress(Learned), self._recording() as recorder:
@@ -208,6 +209,7 @@ class DryStep:
         for batch in micro_batches(self._workload.loss, self.model, coming, count):
             if Recorder.current:
                 Recorder.current.claim(INPUTS, tensors_in(batch))
+            self._recomputing.stays(batch)
             self._mark("forward")
             with autocast(settings.precision, "cpu"):
                 loss = checked_loss(self._workload.loss(self.model, batch)) / count

@@ -28,6 +28,7 @@ from ...internals.torch_internals import (
 )
 from ...shared.errors import WorkloadError
 from .block_state import BlockState, Draws
+from .offload import Offload
 from .segment import Segment
 from .selective import Run, Selection
 
@@ -70,9 +71,14 @@ class Checkpointing:
     """
 
     def __init__(
-        self, model: nn.Module, blocks: list[nn.Module], mode: str, selection: Selection | None = None
+        self,
+        model: nn.Module,
+        blocks: list[nn.Module],
+        mode: str,
+        selection: Selection | None = None,
+        offload: Callable[[], Offload | None] = lambda: None,
     ) -> None:
-        """Begin to checkpoint these blocks of the model; a selection says what they keep.
+        """Begin to checkpoint these blocks; a selection says what they keep, and offloading where their inputs wait.
 
         Raises:
             WorkloadError: there are none, or what is compiled cannot be computed again so.
@@ -83,7 +89,7 @@ class Checkpointing:
                 "Use checkpointing=none or name them in Workload(blocks=...)."
             )
         _refuse_what_is_compiled_around(model, blocks)
-        self._selection = selection
+        self._selection, self._offload = selection, offload
         if selection:
             selection.take(blocks)
         self._length = SEGMENT_BLOCKS[mode](len(blocks))
@@ -193,7 +199,7 @@ class Checkpointing:
         if running or not torch.is_grad_enabled() or not hooks_are_allowed():
             return
         follows = index == self._last_index + 1 and index % self._length != 0
-        segment = (self._last() if follows and self._last else None) or Segment(self.on)
+        segment = (self._last() if follows and self._last else None) or Segment(self.on, self._offload())
         run = self._selection.run_of(index, state.block) if self._selection else Run()
         segment.record(state, self._draws, args, kwargs, run)
         hooks = ExitStack()

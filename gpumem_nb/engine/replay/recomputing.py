@@ -1,30 +1,41 @@
-"""What of forward is computed again in backward, as two knobs say: whole blocks, and the logits."""
+"""What of forward is not kept on the device for backward, as knobs say: it is computed again, or waits elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from torch import nn
 
+from ...memory.host_pool import HostPool
+from ...memory.tensors import tensors_in
 from ...shared.knobs.step import checkpointing_of
 from ...shared.settings import Settings
 from ...shared.workload import Workload
 from .checkpointing import Checkpointing, find_blocks
 from .loss_head import ChunkedHead, find_head, is_wide
+from .offload import Offload
 from .operators import Kept
 from .selective import Selection
 
 
 class Recomputing:
-    """Of one model: nothing at first; on inside of its steps only, so that cells have a plain model."""
+    """Of one model: nothing at first; on inside of its steps only, so that cells have a plain model.
 
-    def __init__(self, model: nn.Module, workload: Workload) -> None:
-        self._model, self._workload = model, workload
+    Args:
+        model: which.
+        workload: which may name its blocks and its head.
+        on_host: how many ranks share the memory of this machine.
+    """
+
+    def __init__(self, model: nn.Module, workload: Workload, on_host: int = 1) -> None:
+        self._model, self._workload, self._on_host = model, workload, on_host
         self._mode = "none"
         self._checkpointing: Checkpointing | None = None
         self._selection = Selection()
         self._chunked: ChunkedHead | None = None
+        self._offload: Offload | None = None
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -57,7 +68,7 @@ class Recomputing:
                 self._checkpointing.remove()
             self._mode, self._checkpointing = "none", None
             if mode != "none":
-                self._checkpointing = Checkpointing(self._model, self.blocks, mode, selection)
+                self._checkpointing = Checkpointing(self._model, self.blocks, mode, selection, lambda: self._offload)
                 self._checkpointing.take_off()
             self._mode = mode
         if selection:
@@ -85,10 +96,34 @@ class Recomputing:
         """
         self._chunked = None if how == "full" else ChunkedHead(self._model, self.head)
 
+    def set_offload(self, how: str) -> None:
+        """Have what forward saves for backward wait in host memory, or on the device."""
+        if (how == "on") != (self._offload is not None):
+            self._offload = Offload(self._model, HostPool(self._on_host)) if how == "on" else None
+
+    def stays(self, batch: Any) -> None:
+        """The tensors of a micro-batch live until it is done with."""
+        if self._offload:
+            self._offload.stays(tensors_in(batch))
+
+    @property
+    def host_bytes(self) -> tuple[int, int]:
+        """Return how many bytes waited in host memory at most, in the latest step, and how many may."""
+        return (self.pool.peak_bytes, self.pool.limit_bytes) if self.pool else (0, 0)
+
+    @property
+    def pool(self) -> HostPool | None:
+        """Return the host memory in which activations wait; ``None`` while they stay on the device."""
+        return self._offload.pool if self._offload else None
+
     @property
     def applied(self) -> dict[str, str]:
         """Return what the knobs are at, also after one could not be set."""
-        return {"checkpointing": self._mode, "loss_head": "chunked" if self._chunked else "full"}
+        return {
+            "checkpointing": self._mode,
+            "loss_head": "chunked" if self._chunked else "full",
+            "offload_activations": "on" if self._offload else "off",
+        }
 
     @property
     def kept(self) -> list[Kept]:
@@ -103,7 +138,8 @@ class Recomputing:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Have both on inside."""
-        with self._checkpointing.on() if self._checkpointing else nullcontext(), self.head_on():
+        aside = self._offload.on() if self._offload else nullcontext()
+        with aside, self._checkpointing.on() if self._checkpointing else nullcontext(), self.head_on():
             yield
 
     @contextmanager
@@ -132,4 +168,4 @@ class Recomputing:
         """Take everything off the model for good."""
         if self._checkpointing:
             self._checkpointing.remove()
-        self._mode, self._checkpointing, self._chunked = "none", None, None
+        self._mode, self._checkpointing, self._chunked, self._offload = "none", None, None, None

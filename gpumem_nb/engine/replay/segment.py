@@ -27,6 +27,7 @@ from .block_state import (
     cannot,
     undone_afterwards,
 )
+from .offload import Aside, Offload
 from .selective import Run
 
 
@@ -68,6 +69,7 @@ class Segment:
 
     Args:
         on: has the hooks on the model that tell of each call; a replay needs them.
+        offload: puts the inputs of blocks aside; ``None``: they stay.
 
     Attributes:
         replaying: the one that is recomputed just now.
@@ -76,8 +78,8 @@ class Segment:
 
     replaying: Segment | None = None
 
-    def __init__(self, on: Callable[[], AbstractContextManager[None]]) -> None:
-        self._on = on
+    def __init__(self, on: Callable[[], AbstractContextManager[None]], offload: Offload | None) -> None:
+        self._on, self._offload = on, offload
         self._calls: list[_Call] = []
         self._slots: list[weakref.ref[_Slot]] = []
         self._recomputed: dict[int, Tensor] = {}
@@ -139,11 +141,12 @@ class Segment:
         for slot in filter(None, (reference() for reference in self._slots)):
             slot.kept = None
 
-    def _hold(self, tensor: Tensor) -> SavedTensor | _Link:
+    def _hold(self, tensor: Tensor) -> SavedTensor | Aside | _Link:
         for reference, seen, link in self._outputs:
             if reference() is tensor and version(tensor) == seen:
                 return link
-        return SavedTensor.of(tensor)
+        aside = self._offload.put_aside(tensor) if self._offload else None
+        return aside or SavedTensor.of(tensor)
 
     def hooks(self) -> saved_tensors_hooks:
         """Inside them, a block runs whose tensors are dropped."""
@@ -203,8 +206,8 @@ class Segment:
 
     def _run_again(self) -> None:
 
-        def resolve(value: SavedTensor | _Link) -> Tensor:
-            return value.get() if isinstance(value, SavedTensor) else self._results[value.call][value.output]
+        def resolve(value: SavedTensor | Aside | _Link) -> Tensor:
+            return self._results[value.call][value.output] if isinstance(value, _Link) else value.get()
 
         Segment.replaying = self
         try:
@@ -270,4 +273,4 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _map_held(function: Callable[[Any], Tensor], value: Any) -> Any:
-    return mapped((SavedTensor, _Link), function, value)
+    return mapped((SavedTensor, Aside, _Link), function, value)

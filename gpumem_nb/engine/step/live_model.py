@@ -20,7 +20,7 @@ from ...shared.knobs import KNOBS
 from ...shared.knobs.update import brings_none
 from ...shared.settings import OWN, Settings
 from ...shared.workload import Workload
-from ..link.communicator import same_everywhere
+from ..link.communicator import here, same_everywhere
 from ..link.signals import interruptible
 from ..replay.recomputing import Recomputing
 from . import checks, optimizers, shards
@@ -88,7 +88,7 @@ class LiveModel:
             self.settings = Settings(optimizer="own", learning_rate=self.own_rate)
         if self.scheduler:
             self.settings = self.settings.replace(lr_schedule=OWN)
-        self.recomputing = Recomputing(self.model, workload)
+        self.recomputing = Recomputing(self.model, workload, here().local_size)
         self.optimizer: Optimizer = self.own_optimizer or self.built(self.parts.parameters(), self.settings)
         self.parts.join(self.own_optimizer, self.optimizer)
         self._ranks = ranks

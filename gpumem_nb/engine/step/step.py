@@ -263,6 +263,7 @@ class Stepper:
                 batch = to_device(batch, device, copy=self._stream.foreign)
                 if Recorder.current:
                     Recorder.current.claim(INPUTS, tensors_in(batch))
+                self._live.recomputing.stays(batch)
                 self._begin(FORWARD)
                 self._new = NewGradients.beside(self._live.parameters) if index else self._new
                 with autocast(settings.precision, device.type):
@@ -388,7 +389,8 @@ class Stepper:
         reading = self._device.reading()
         if Recorder.current and not discarded:
             self.record = Recorder.current.end()
-        ledger = self.record.ledger() if self.record else None
+        host, limit = self._live.recomputing.host_bytes
+        ledger = replace(self.record.ledger(), host_bytes=host, host_limit_bytes=limit) if self.record else None
         reduction = self.voting.reduction
         took = self._clock.end(reduction.transfers)
         scales, squares = (None, None) if discarded else (self._scales, self.voting.squares)

@@ -43,7 +43,8 @@ class Predicting(AsksRanks):
         """Return what the present settings with these changes would need."""
         history, now = self._history, self._training.settings
         begun, model_version, settings = history.begun, history.model_version, self._checked(knobs)
-        prediction = replace(self.answer(settings), before=now, splits=self.splits(now, settings))
+        peak = tried.peak_bytes if (tried := history.now()) else None
+        prediction = replace(self.answer(settings), before=now, before_bytes=peak, splits=self.splits(now, settings))
         history.predicted(Asked(prediction, model_version, now, begun))
         return prediction
 

@@ -109,6 +109,24 @@ ACTIVATION_BUDGET = Knob(
 )
 
 
+OFFLOAD_ACTIVATIONS = Knob(
+    "offload_activations",
+    "off",
+    "where what forward saves waits for backward: on the GPU, or in host memory",
+    choices=("off", "on"),
+    means={
+        "off": "on the GPU",
+        "on": "in host memory, copied there and back; the same numbers, to the bit",
+    },
+    short="offload ",
+    moves={ACTIVATIONS: MOST, LOGITS: MOST},
+    mathematics=KEEPS,
+    apply=lambda live, settings: live.recomputing.set_offload(settings.offload_activations),
+    saves="activations wait in host memory for backward",
+    exported=carried,
+)
+
+
 def _in_parts(need: Need) -> Iterator[Changes]:
     if need.handles.logits and need.settings.loss_head == "full" and not need.of_update:
         yield {"loss_head": "chunked"}

@@ -1,0 +1,199 @@
+"""``offload_activations=on``: gradients to the bit, the device's bytes without what waits in host memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gpumem_nb.engine.replay.recomputing import Recomputing
+from gpumem_nb.memory.device import open_device
+from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
+from gpumem_nb.shared.errors import WorkloadError
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.workload import Workload
+from tests.unit.test_selective import CASES
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[VirtualGPU]:
+    device = open_device("virtual", 0, 4 * 2**30)
+    if not isinstance(device, VirtualGPU):
+        pytest.skip(device.note)
+    yield device
+    device.set_limit(None)
+
+
+def recomputing(model: nn.Module, offload: str, checkpointing: str = "none") -> Recomputing:
+    def none(*_: Any) -> Any:
+        raise AssertionError("nothing is made anew")
+
+    parts = Recomputing(model, Workload("plain", none, none, none))
+    parts.set_checkpointing(Settings(checkpointing=checkpointing))
+    parts.set_offload(offload)
+    return parts
+
+
+def gradients(case: str, offload: str, checkpointing: str = "none", precision: str = "fp32") -> list[Tensor]:
+    """Return what two steps give: losses, gradients, and buffers afterwards."""
+    make, batch, loss = CASES[case]()
+    torch.manual_seed(1)
+    model = make().train()
+    parts = recomputing(model, offload, checkpointing)
+    torch.manual_seed(7)
+    losses = []
+    for _ in range(2):
+        with parts.on():
+            parts.stays(batch)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+                value = loss(model, batch)
+            value.backward()
+            losses.append(value.detach())
+            del value
+        assert offload == "off" or parts.host_bytes[0] > 0
+    trained = [param.grad for param in model.parameters() if param.grad is not None]
+    return [*losses, *trained, *(buffer.clone() for buffer in model.buffers())]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("checkpointing", ["none", "blocks", "sqrt"])
+def test_losses_gradients_and_buffers_are_the_same_to_the_bit(case: str, checkpointing: str) -> None:
+    expected, found = (gradients(case, offload, checkpointing) for offload in ("off", "on"))
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("case", ["dropout", "convolutions", "bert", "llama"])
+def test_they_are_the_same_with_16_bits(case: str) -> None:
+    expected, found = (gradients(case, offload, precision="bf16") for offload in ("off", "on"))
+    assert all(map(torch.equal, found, expected))
+
+
+class Wide(nn.Module):
+    """Its activations are 8 tensors of 4 MiB each, two of them views of a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = functional.gelu(layer(x))
+        return x
+
+
+def peak(gpu: VirtualGPU, model: nn.Module, parts: Recomputing, batch: Tensor) -> int:
+    gc.collect()
+    gpu.reset_peak()
+    before = gpu.reading().live_bytes
+    with parts.on():
+        parts.stays([batch])
+        model(batch).square().mean().backward()
+    return gpu.reading().live_peak_bytes - before
+
+
+def test_what_waits_in_host_memory_is_not_the_devices(gpu: VirtualGPU) -> None:
+    model, batch = Wide(), torch.randn(4096, 256)
+    size = batch.nbytes
+    plain = peak(gpu, model, recomputing(model, "off"), batch)
+    model.zero_grad()
+    parts = recomputing(model, "on")
+    aside = peak(gpu, model, parts, batch)
+    assert plain > 11 * size
+    assert aside < 7 * size, "a result, what is fetched, what is fetched ahead, and gradients on their way"
+    assert parts.host_bytes[0] >= 11 * size
+    again = parts.host_bytes
+    model.zero_grad()
+    assert peak(gpu, model, parts, batch) == aside
+    assert parts.host_bytes == again, "buffers are used again"
+    left = gpu.reading().live_bytes
+    del parts
+    gc.collect()
+    assert gpu.reading().live_bytes == left, "host memory is never the device's"
+
+
+def test_weights_buffers_and_the_micro_batch_stay(gpu: VirtualGPU) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    batch = torch.randn(32, 64)
+    parts = recomputing(model, "on")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        peak(gpu, model, parts, batch)
+    linear, cast = 32 * 64 * 4, 32 * 64 * 2
+    assert parts.host_bytes[0] <= 2 * linear + 2 * cast + 4096, "no weight and no cast of one"
+
+
+def test_views_of_one_tensor_wait_once_and_come_back_with_their_strides(gpu: VirtualGPU) -> None:
+    weight = nn.Linear(64, 192)
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *parts: Tensor) -> Tensor:
+            ctx.save_for_backward(*parts)
+            return sum(part.sum() for part in parts)  # type: ignore[return-value]
+
+        @staticmethod
+        def backward(ctx: Any, given: Tensor) -> Any:
+            seen.extend(ctx.saved_tensors)
+            return tuple(torch.ones_like(part) for part in ctx.saved_tensors)
+
+    parts = recomputing(weight, "on")
+    with parts.on():
+        batch = torch.randn(128, 64)
+        parts.stays([batch])
+        made = weight(batch).chunk(3, 1)
+        expected = [part.detach().clone() for part in made]
+        strides = [part.stride() for part in made]
+        loss: Tensor = Look.apply(*made)  # type: ignore[no-untyped-call]
+        del made
+        loss.backward()
+    assert all(map(torch.equal, seen, expected))
+    assert [part.stride() for part in seen] == strides
+    assert len({part.untyped_storage().data_ptr() for part in seen}) == 1
+    assert parts.host_bytes[0] < 1.5 * 128 * 192 * 4
+
+
+def test_a_short_pool_is_one_sentence_and_leaves_nothing(gpu: VirtualGPU) -> None:
+    model, batch = Wide(), torch.randn(4096, 256)
+    parts = recomputing(model, "on")
+    assert parts.pool
+    parts.pool.limit_bytes = 10 * MIB
+    gc.collect()
+    live = gpu.reading().live_bytes
+    with pytest.raises(WorkloadError, match=r"Host memory is short: 12\.0 MiB .* may use 10\.0 MiB"):
+        peak(gpu, model, parts, batch)
+    gc.collect()
+    assert gpu.reading().live_bytes == live
+    assert parts.pool.used_bytes == 0
+
+
+def test_a_weight_that_is_changed_before_backward_needs_it_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parts = recomputing(model, "on")
+    with parts.on():
+        loss = model(torch.ones(2, 4)).sum()
+        with torch.no_grad():
+            next(model[1].parameters()).add_(1)
+        with pytest.raises(WorkloadError, match=r"shape \(4, 4\) .* changed in place"):
+            loss.backward()
+
+
+def test_it_leaves_no_trace_when_it_is_off() -> None:
+    model = nn.Linear(4, 4)
+    parts = recomputing(model, "on")
+    with parts.on():
+        model(torch.ones(2, 4)).sum().backward()
+    parts.set_offload("off")
+    assert parts.applied["offload_activations"] == "off"
+    assert parts.host_bytes == (0, 0)
+    with parts.on():
+        kept = model(torch.ones(2, 4)).exp()
+        saved: Any = kept.grad_fn
+        assert saved._saved_result.data_ptr() == kept.data_ptr()
