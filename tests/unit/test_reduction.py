@@ -161,11 +161,16 @@ def test_what_overflows_on_its_way_discards_the_step_and_is_told(alone: Overhear
     assert trainer.run(Chunk(SETTINGS, 2, 1)).failure is None
 
 
+def test_weights_of_two_types_that_take_turns_travel_in_two_buckets() -> None:
+    params = [nn.Parameter(torch.ones(4, dtype=(torch.bfloat16, torch.float32)[number % 2])) for number in range(10)]
+    assert [len(bucket.params) for bucket in into_buckets(params, 2**20)] == [5, 5]
+
+
 def test_weights_on_another_device_do_not_travel_in_the_same_bucket() -> None:
     here, there = torch.device("cpu"), torch.device("meta")
     params = [nn.Parameter(torch.ones(4, device=device)) for device in (here, here, there, here)]
     buckets = into_buckets(params, 2**20)
-    assert [[param.device for param in bucket.params] for bucket in buckets] == [[here], [there], [here, here]]
+    assert [[param.device for param in bucket.params] for bucket in buckets] == [[here, here, here], [there]]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -124,7 +124,7 @@ class ReductionConfig:
 
 
 class Bucket:
-    """Gradients that travel together: same type and device, neighbours in the order in which backward makes them.
+    """Gradients that travel together: same type and device, neighbours among these as backward makes them.
 
     Attributes:
         dtype: of its weights when they were sorted, on all ranks alike; a cell may have changed it on one of them.
@@ -148,11 +148,12 @@ class Bucket:
 def into_buckets(params: Sequence[Tensor], most_bytes: int) -> list[Bucket]:
     """Sort weights into buckets of at least so many bytes, the last weights first, as backward reaches them."""
     buckets: list[Bucket] = []
+    latest: dict[tuple[torch.dtype, torch.device], Bucket] = {}
     for param in reversed(params):
-        bucket = buckets[-1] if buckets else None
-        alike = bucket and (bucket.params[0].dtype, bucket.params[0].device) == (param.dtype, param.device)
-        if bucket is None or bucket.bytes >= most_bytes or not alike:
-            bucket = Bucket(len(buckets), param.dtype)
+        kind = param.dtype, param.device
+        bucket = latest.get(kind)
+        if bucket is None or bucket.bytes >= most_bytes:
+            bucket = latest[kind] = Bucket(len(buckets), param.dtype)
             buckets.append(bucket)
         bucket.params.append(param)
         bucket.bytes += param.nbytes
