@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Subset
 
 from ..memory.tensors import attributes, tensors_in
 from ..shared.errors import WorkloadError
+from ..shared.knobs.step import has_narrow_weights
 from ..shared.messages import Chunk
 from ..shared.questions import MOST_SAMPLES, InputFacts, ModelFacts, SeenSamples, SyncLook, TensorTotal
 from ..shared.settings import Settings
@@ -105,8 +106,9 @@ def splits_to_mean(trainer: Trainer) -> bool | None:
     the whole one once more, with other random numbers, has another gradient, too.
     """
     live = trainer.live
+    wide = "fp32" if not has_narrow_weights(live.settings) else live.settings.precision  # there may be no room for fp32
     whole = live.settings.replace(
-        batch_size=_WHOLE_BATCH, accumulation_steps=1, precision="fp32", checkpointing="none", reduction="average"
+        batch_size=_WHOLE_BATCH, accumulation_steps=1, precision=wide, checkpointing="none", reduction="average"
     )
     narrow = any(param.dtype.itemsize < torch.float32.itemsize for param in live.parameters)
     rounding = _ROUNDING_16_BIT if narrow else _ROUNDING

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -57,8 +57,11 @@ def in_8_bits(optimizer: Any, state: dict[Tensor, dict[str, Any]]) -> None:
                     mine[moment].copy_(value)
 
 
-def in_32_bits(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]]) -> None:
-    """Give torch's AdamW without state what an 8-bit one has for its weights."""
+def in_32_bits(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]], wide: Collection[int] = ()) -> None:
+    """Give torch's AdamW without state what an 8-bit one has for its weights.
+
+    The numbers are of each weight's type, and in fp32 for those whose ids are in ``wide``.
+    """
     functional: Any = import_module("bitsandbytes.functional")
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         kept = state.get(param)
@@ -66,7 +69,7 @@ def in_32_bits(optimizer: Optimizer, state: dict[Tensor, dict[str, Any]]) -> Non
             continue
         mine: dict[str, Any] = {"step": torch.tensor(float(kept["step"]), dtype=torch.float32, device="cpu")}
         for name, moment, scales, code in _MOMENTS:
-            mine[name] = torch.empty_like(param)
+            mine[name] = torch.empty_like(param, dtype=torch.float32 if id(param) in wide else param.dtype)
             if kept[moment].dtype is torch.uint8:
                 whole = functional.dequantize_blockwise(
                     kept[moment].contiguous(), absmax=kept[scales], code=kept[code], blocksize=_BLOCK

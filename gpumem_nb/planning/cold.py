@@ -200,7 +200,7 @@ def _prediction(
 
 def _slow(gpu: Gpu, settings: Settings) -> str:
     """Return why these settings would be slow on a GPU, however little memory they need; empty if they would not."""
-    if settings.precision != "bf16" or gpu.kernels.ampere:
+    if settings.precision not in ("bf16", "bf16_weights") or gpu.kernels.ampere:
         return ""
     major, minor = gpu.capability
     return (

@@ -198,7 +198,7 @@ def test_an_interrupt_and_a_flip_leave_the_rungs_found() -> None:
     assert rungs(found) == ["optimizer=adamw8bit"]
     assert found.sentences[0] == "It was interrupted."
     flipped = Ranks({"optimizer": 100})
-    flipped.meanwhile = lambda: setattr(flipped, "settings", BLOCKS) if len(flipped.asked) > 5 else None
+    flipped.meanwhile = lambda: setattr(flipped, "settings", BLOCKS) if len(flipped.asked) > 6 else None
     found = flipped.ladder()
     assert rungs(found) == ["optimizer=adamw8bit"]
     assert found.sentences[0] == "It ended early, because settings were changed."

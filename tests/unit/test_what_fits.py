@@ -74,5 +74,5 @@ def test_stop_while_another_way_of_the_update_is_looked_for_keeps_the_table(monk
     monkeypatch.setattr(fitting, "_cell", lambda now, place, *_: Cell(place[0], place[1], 0))
     monkeypatch.setattr(fitting, "_instead", stopped)
     found = fitting.what_fits(lambda what, done: None, lambda now: lambda knobs: None)
-    assert [cell.precision for cell in found.cells] == ["fp32", "fp16", "bf16"]
+    assert [cell.precision for cell in found.cells] == ["fp32", "fp16", "bf16", "bf16_weights"]
     assert found.instead is None

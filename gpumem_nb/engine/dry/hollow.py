@@ -14,9 +14,10 @@ from ...shared.errors import WorkloadError, text_of
 from ...shared.workload import Workload
 from ..packing import emptied, packed
 from ..random_state import set_aside
+from ..step.narrowed import widen_weight
 from ..step.optimizer_state import state_of
 from ..step.partition import Partition
-from ..step.parts import in_groups
+from ..step.parts import Parts, in_groups
 from .batches import Batches
 
 if TYPE_CHECKING:
@@ -32,16 +33,21 @@ class Hollow:
         packed: model, loss, own optimizer, blocks and head in one pickle, because they share weights.
         batches: its data.
         partition: how ranks share the own optimizer's state, if they do.
+        narrow: places among the weights of those that lie in bf16 for now.
     """
 
     name: str
     packed: bytes
     batches: Batches
     partition: Partition | None = None
+    narrow: tuple[int, ...] = ()
 
     def workload(self) -> Workload:
         """Return a workload of new objects, whose tensors are of the mode that this is called in."""
         model, loss, optimizer, blocks, head = pickle.loads(self.packed)
+        weights = list(Parts(model, loss).parameters())
+        for place in self.narrow:
+            widen_weight(weights[place])
         if self.partition:
             self.partition.widen(optimizer, (param for param in in_groups(optimizer) if param.requires_grad))
         return Workload(
@@ -76,7 +82,8 @@ def of_trainer(trainer: Trainer, device: Device) -> bytes:
         try:
             objects = emptied((live.model, workload.loss, live.own_optimizer, workload.blocks, workload.head))
             partition = state_of(live.own_optimizer).partition if live.own_optimizer else None
-            return packed(Hollow(workload.name, objects, batches, partition))
+            narrow = live.narrowed.places(Parts(live.model, workload.loss).parameters())
+            return packed(Hollow(workload.name, objects, batches, partition, narrow))
         except Exception as error:
             raise WorkloadError(
                 f"{workload.name} cannot be sent to another process ({type(error).__name__}: {text_of(error)}), which "

@@ -20,6 +20,7 @@ from ...memory.tensors import tensors_in
 from ...shared.categories import COMMUNICATION, INPUTS
 from ...shared.errors import InvalidInput, WorkloadError, text_of
 from ...shared.forecast import Kernels
+from ...shared.knobs.step import has_narrow_weights
 from ...shared.knobs.update import ONE_RANK, brings_none
 from ...shared.settings import Settings
 from ...shared.units import DEFAULT_SEED
@@ -31,8 +32,10 @@ from ..step import optimizers
 from ..step.ambient import autocast
 from ..step.buckets import ReductionConfig, carried_dtype, in_turn, into_buckets, outgoing, widened
 from ..step.checks import check_precision, check_tensors, checked_loss, checked_model, checked_optimizer
+from ..step.narrowed import narrow_weight, to_narrow
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
+from ..step.rounding import Rounding
 from ..step.shards import Sharing
 from . import scratch
 from .batches import Batches
@@ -94,6 +97,10 @@ class DryStep:
             self._form = sharing.form(self._optimizer, settings)
             self._first_state = _copied(dict(self._optimizer.state))
             self._parts.join(self._optimizer)
+            narrow = to_narrow(self._parts) if has_narrow_weights(settings) else []
+            for weight in narrow:
+                narrow_weight(weight)
+            self._rounding = Rounding.of(narrow, self._optimizer) if narrow else None
         check_precision(settings, self._parts)
         self._params = list(in_groups(self._optimizer))
         self._device = DryDevice(self._held, scratch.inside, kernels.gemm_workspace_bytes, self._stand_in)
@@ -239,8 +246,9 @@ class DryStep:
     def _update(self) -> None:
         """Unscaling works in place and clipping takes no more than a number for each weight."""
         self._device.log.on_host = not any(group.get("fused") for group in self._optimizer.param_groups)
-        clip_norm, step = self._settings.clip_norm, self._optimizer.step
-        optimizers.update(self._optimizer, None, clip_norm, lambda: self._form.update(step), foreach=True)
+        clip_norm, optimizer, rounding = self._settings.clip_norm, self._optimizer, self._rounding
+        step = (lambda: rounding.update(optimizer, optimizer.step)) if rounding else optimizer.step
+        optimizers.update(optimizer, None, clip_norm, lambda: self._form.update(step), foreach=True)
         self._device.log.on_host = False
         self._form.after_update(self._settings)
 

@@ -114,11 +114,11 @@ def check_no_backward(came: Collection[Tensor]) -> None:
         raise WorkloadError(f"The loss calls backward() by itself: {_INSTEAD}")
 
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16_weights": torch.bfloat16}
 
 
 def autocast(precision: str, device_type: str) -> AbstractContextManager[object]:
-    """Return the context of a forward pass under ``fp32``, ``fp16`` or ``bf16``; weights stay fp32 in all of them."""
+    """Return the context of a forward pass under this precision, whatever type weights are in."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device_type, dtype=DTYPES[precision])

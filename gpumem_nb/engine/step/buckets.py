@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...shared.knobs.step import has_narrow_weights
 from ...shared.settings import Settings
 from ..link.communicator import Transfer
 
@@ -105,17 +106,19 @@ class ReductionConfig:
 
     A bucket is one Horovod group: negotiated once instead of once a tensor. ``bucket_bytes`` large enough keep the
     number of negotiations small, small enough they let the first ones travel while backward still runs.
-    ``compressed``: in 16 bit. ``reduction`` is what they become, by the knob's names.
+    ``compressed``: in 16 bit. ``reduction`` is what they become, by the knob's names. ``narrow``: weights lie in bf16.
     """
 
     bucket_bytes: int
     compressed: bool
     reduction: str
+    narrow: bool = False
 
     @classmethod
     def under(cls, settings: Settings) -> ReductionConfig:
         """As these settings have it."""
-        return cls(round(settings.bucket_mib * 2**20), settings.compression != "none", settings.reduction)
+        bucket_bytes, narrow = round(settings.bucket_mib * 2**20), has_narrow_weights(settings)
+        return cls(bucket_bytes, settings.compression != "none", settings.reduction, narrow)
 
     @property
     def averaged(self) -> bool:

@@ -42,6 +42,7 @@ from .live_model import LiveModel
 from .optimizer_state import state_of
 from .partition import Partition, of_weights
 from .parts import in_groups
+from .rounding import Rounding
 from .step_clock import StepClock
 
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
@@ -70,6 +71,7 @@ class AskedUpdate(NamedTuple):
         clip_norm: of the gradients, ``None`` for none.
         sent_bytes: how many bytes of weights ranks give each other at once, where they share the state.
         held, wanted: how ranks share the optimizer's state, and how they would; ``None``: each has all of it.
+        rounding: how weights in bf16 are updated that were in fp32; ``None``: there are none.
     """
 
     optimizer: Optimizer
@@ -79,6 +81,7 @@ class AskedUpdate(NamedTuple):
     sent_bytes: int = 0
     held: Partition | None = None
     wanted: Partition | None = None
+    rounding: Rounding | None = None
 
     @classmethod
     def of(cls, live: LiveModel) -> AskedUpdate:
@@ -89,7 +92,8 @@ class AskedUpdate(NamedTuple):
         wanted = held
         if live.sharing.wanted(settings) != (held is not None):
             wanted = live.sharing.form(optimizer, settings).partition
-        return cls(optimizer, settings.optimizer_impl, scaler, settings.clip_norm, sent_bytes, held, wanted)
+        how, rounding = (settings.optimizer_impl, scaler, settings.clip_norm), live.narrowed.rounding(optimizer)
+        return cls(optimizer, *how, sent_bytes, held, wanted, rounding)
 
     def bring_state(self, copied: Optimizer) -> None:
         """Let a copy of the optimizer, whose numbers do not matter, hold its state as ranks would share it."""
@@ -106,7 +110,7 @@ class AskedUpdate(NamedTuple):
 
         def update() -> None:
             with shares:
-                step()
+                self.rounding.update(copied, step) if self.rounding else step()
 
         optimizers.update(copied, scaler, self.clip_norm, update)
         if self.wanted:

@@ -84,7 +84,7 @@ class KnownUpdates:
         lying = list(map(allocation, held))
         numbers = list(dict.fromkeys([0, *lying]))
         places = {number: place for place, number in enumerate(numbers)}
-        shares = update.held, update.wanted, update.sent_bytes
+        shares = update.held, update.wanted, update.sent_bytes, update.rounding
         how = update.implementation, update.scaler is None, update.clip_norm is None, shares
         key = (
             (type(optimizer), *how, device, *_code(optimizer)),

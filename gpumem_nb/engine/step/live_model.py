@@ -24,6 +24,7 @@ from ..link.communicator import here, same_everywhere
 from ..link.signals import interruptible
 from ..replay.recomputing import Recomputing
 from . import checks, optimizers, shards
+from .narrowed import Narrowed
 from .optimizer_state import Parked, Replicas, state_of
 from .parts import Modes, Parts, in_groups, note_steps, steps_before
 from .rates import Course, Rates, named_rate
@@ -48,12 +49,12 @@ class LiveModel:
         scheduler: what sets the own optimizer's learning rates with ``lr_schedule=own``, if the workload brought one.
         course: where training is in the schedule that the knobs name.
         sharing: whether ranks share the state of the optimizer in use.
+        narrowed: the weights that lie in bf16 instead of fp32.
         parameters: what is trained, in the optimizer's order.
-        scaler: fp16's loss scaling. One for the whole life of the workload: leaving fp16 and coming back keeps its
-            scale.
+        scaler: fp16's loss scaling, one for the whole life of the workload, whose scale survives leaving fp16.
         settings: what it is under now. In the middle of a change that failed, they say what had been applied.
         instead_of: what was asked for where autotune tries something else.
-        trained_before: how many steps its weights were trained for when it was made of them.
+        trained_before: steps that its weights were trained for when it was made of them.
     """
 
     def __init__(self, workload: Workload, device: Device, ranks: int = 1) -> None:
@@ -62,10 +63,8 @@ class LiveModel:
         Raises:
             WorkloadError: the workload brings no model, optimizer or scheduler that can be trained with.
         """
-        self.settings = Settings()
-        self.instead_of: dict[str, Any] = {}
-        self._workload = workload
-        self._device = device
+        self.settings, self.instead_of = Settings(), dict[str, Any]()
+        self._workload, self._device = workload, device
         with interruptible():
             self.model = checks.checked_model(workload.model())
         self.loss = workload.loss
@@ -97,7 +96,7 @@ class LiveModel:
         self._own_rates = self._rates if self.own_optimizer else None  # another optimizer would live on in it
         self._parked: tuple[str, Parked, Rates] | None = None  # used last, until a step was done with another one
         self._in_use: Settings | None = None  # while others are tried
-        self.sharing = shards.Sharing(ranks, device.exempt)
+        self.sharing, self.narrowed = shards.Sharing(ranks, device.exempt), Narrowed(self.parts, device.exempt)
         self.parameters: list[Tensor] = in_groups(self.optimizer)
         self._known = {id(param): (weakref.ref(param), param.shape) for param in self.parts.parameters()}
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
@@ -117,6 +116,7 @@ class LiveModel:
                 if knob.apply:
                     knob.apply(self, settings)
                 self._note(**{name: getattr(settings, name)})
+            self.narrowed.check(self.optimizer_in_question)
         except WorkloadError:
             self._note(**self.recomputing.applied)
             raise
@@ -149,7 +149,7 @@ class LiveModel:
             before = parked[0] if parked else self.settings.optimizer
             if convert := optimizers.CONVERT.get((before, settings.optimizer)):
                 with self._device.exempt(), parked[1].restored() if parked else nullcontext(self.optimizer) as source:
-                    convert(optimizer, dict(source.state))
+                    convert(optimizer, dict(source.state), self.narrowed.ids)
             rates = Rates(optimizer, wanted, self.course.schedule)
         if parked is None and self.optimizer is not self.own_optimizer:
             self._parked = (self.settings.optimizer, state_of(self.optimizer).keep(), self._rates)
@@ -274,6 +274,7 @@ class LiveModel:
         for part in self.parts.named.values():
             checks.check_modules(part)
         checks.check_strangers(self.parts, self._known, set(map(id, self._trained())))
+        self.narrowed.meet_new()
         self.recomputing.set_checkpointing(self.settings)
         self.recomputing.set_loss_head(self.settings.loss_head)
 
@@ -329,6 +330,7 @@ class LiveModel:
         in a loop that calls both.
         """
         self._parked = None
+        self.narrowed.settle()
         self._rates.settle()
         self.course.step_counted(skipped)
         if self.settings.lr_schedule != OWN:
@@ -344,8 +346,7 @@ class LiveModel:
     @property
     def rates_memory(self) -> RatesMemory:
         """Return what the rates of the optimizer in use, and those of the workload's own, go on from."""
-        own = self._own_rates
-        return {"in use": self._rates.memory, "own": own.memory if own else None}
+        return {"in use": self._rates.memory, "own": self._own_rates.memory if self._own_rates else None}
 
     def go_on_with(self, optimizer: Optimizer, settings: Settings, course: Course, memory: RatesMemory) -> None:
         """Weights were put back to an earlier moment: ``optimizer`` is the one of that moment, under ``settings``.
@@ -355,6 +356,7 @@ class LiveModel:
         """
         self.optimizer, self._parked = optimizer, None
         self.sharing.joins(settings)  # which takes note of them
+        self.narrowed.settle()
         self.parts.join(self.own_optimizer, optimizer)
         self._rates = Rates(optimizer, course.rate(settings), course.schedule)
         self._rates.knob = settings.learning_rate
@@ -377,6 +379,7 @@ class LiveModel:
         if self.sharing.joins(Settings()) and self.own_optimizer:  # the state of another one goes with it
             with self._device.exempt():
                 self.sharing.join([self.own_optimizer])
+        self.narrowed.bring(False)
         self.recomputing.remove()
         if self._own_rates:
             self._own_rates.leave()

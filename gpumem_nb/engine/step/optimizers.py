@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -122,11 +122,14 @@ def _in_8_bits(params: list[Tensor], lr: float) -> Optimizer:
         raise WorkloadError(f"{NO_8_BIT} ({error}), and start the ranks again.") from None
 
 
-CONVERT = {
-    ("adamw", "adamw8bit"): bitsandbytes_internals.in_8_bits,
+CONVERT: dict[tuple[str, str], Callable[[Optimizer, dict[Tensor, dict[str, Any]], Collection[int]], None]] = {
+    ("adamw", "adamw8bit"): lambda optimizer, state, wide: bitsandbytes_internals.in_8_bits(optimizer, state),
     ("adamw8bit", "adamw"): bitsandbytes_internals.in_32_bits,
 }
-"""By the names of one before and a new one: lets the new one go on from the other's state, which it is given."""
+"""By the names of one before and a new one: lets the new one go on from the other's state, which it is given.
+
+The third argument are the ids of weights whose state is in fp32, whatever they are in themselves.
+"""
 
 
 def is_torchs(optimizer: Optimizer) -> bool:

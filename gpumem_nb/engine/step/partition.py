@@ -52,7 +52,7 @@ def has_gaps(tensor: Tensor) -> bool:
 
 def laid_as(value: Tensor, param: Tensor) -> Tensor:
     """Return a tensor of a weight's shape as a row, in the order in which the weight's elements lie."""
-    if not _lies_as(value, param):
+    if not lies_as(value, param):
         value = torch.empty_like(param, dtype=value.dtype, device=value.device).copy_(value)
     return in_memory_order(value)
 
@@ -62,7 +62,8 @@ def layout(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
-def _lies_as(value: Tensor, param: Tensor) -> bool:
+def lies_as(value: Tensor, param: Tensor) -> bool:
+    """Return whether a tensor of a weight's shape lies in memory as the weight does."""
     strides = zip(value.stride(), param.stride(), param.shape, strict=True)
     return all(one == other for one, other, size in strides if size > 1)
 

@@ -153,7 +153,7 @@ class GradientReduction:
         self._rounded = [] if rounding_measured else None
         self._measures = squares_measured and config.reduction != "adasum"  # which makes no average
         before, self._config = self._config, config
-        if config.bucket_bytes != before.bucket_bytes:
+        if (config.bucket_bytes, config.narrow) != (before.bucket_bytes, before.narrow):
             self._group()
         for bucket in self._buckets:
             bucket.square = None

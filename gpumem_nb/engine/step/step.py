@@ -91,6 +91,7 @@ class Stepper:
         self.looks, self.not_foreseen = Looks(), ""
         self._new = NewGradients(())  # in the micro-batch under way
         self._scales: Tensor | None = None  # of the loss, before and after the update
+        self._done = 0  # steps before the one under way
         self._after_update: Failure | None = None  # which counts, so the next step tells of it
 
     @property
@@ -112,7 +113,7 @@ class Stepper:
         """Take one step; with a ``failure`` from before it, this rank fails it."""
         self._device.reset_peak()
         self._clock.begin()
-        self.began_s = time.monotonic()
+        self.began_s, self._done = time.monotonic(), order.step
         self.record = None
         failure = failure or self._data_ready(order.trial)
         for _ in range(MOST_ATTEMPTS):
@@ -367,7 +368,9 @@ class Stepper:
         settings, optimizer = self._live.settings, self._live.optimizer
         scaler, form = self._live.scaler if settings.precision == "fp16" else None, state_of(optimizer)
         step = (lambda: scaler.step(optimizer)) if scaler else optimizer.step
-        self._scales = optimizers.update(optimizer, scaler, settings.clip_norm, lambda: form.update(step))
+        rounding = self._live.narrowed.rounding(optimizer, self._stream.seed, self._done)
+        rounded = (lambda: rounding.update(optimizer, step)) if rounding else step
+        self._scales = optimizers.update(optimizer, scaler, settings.clip_norm, lambda: form.update(rounded))
         if Recorder.current:
             Recorder.current.claim_model(self._live.parts.parameters(), optimizer.state)
         return form.after_update(settings)

@@ -90,8 +90,7 @@ class Trainer:
         self.evaluator: Evaluator | None = None
         if held_out is not None:
             self.evaluator = Evaluator(self.live, workload, held_out, device, stream.rank, stream.size)
-        self._settings_id = -1
-        self._failed_id = -1  # under which a step was discarded
+        self._settings_id = self._failed_id = -1  # the latter: under which a step was discarded
         self._proven_id = -1  # under which an update was made
         self._left_after = -1  # as many nudges, ranks left a chunk; those made before that have no steps any more
         self._flipped = False  # since the last step that was finished
@@ -317,6 +316,7 @@ class Trainer:
             link_settings.follow(chunk.settings, self._device)
             if not chunk.trial:
                 self.live.join_shards(chunk.settings)
+            self.live.narrowed.follow(chunk.settings)
         except BaseException as error:
             self._settings_id = NO_CONFIGURATION
             return self.stepper.failure(error)

@@ -28,6 +28,7 @@ from ...shared.forecast import (
     Forecasts,
     Rehearsal,
 )
+from ...shared.knobs.step import has_narrow_weights
 from ...shared.messages import Chunk, Failure, Sample
 from ...shared.questions import StepsAmong
 from ...shared.settings import Settings
@@ -146,9 +147,9 @@ class UpdateTimes:
 
 def _kind(settings: Settings) -> tuple[object, ...]:
     """Return what the time of an update depends on."""
-    scaled = settings.precision == "fp16"
+    how = settings.precision == "fp16", has_narrow_weights(settings)
     clipped = settings.clip_norm is not None
-    return settings.optimizer, settings.optimizer_impl, settings.shard_optimizer, clipped, scaled
+    return settings.optimizer, settings.optimizer_impl, settings.shard_optimizer, clipped, how
 
 
 NO_CONFIGURATION = -2

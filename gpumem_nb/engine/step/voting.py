@@ -230,11 +230,13 @@ class Voting:
         room = self._device.room()
         if room is None:
             return True
-        if room >= optimizers.update_bytes(self._live.optimizer, self.reduction.nbytes):
+        rounding = self._live.narrowed.rounding(self._live.optimizer)
+        copies = rounding.room(self._live.optimizer) if rounding else 0
+        if room >= copies + optimizers.update_bytes(self._live.optimizer, self.reduction.nbytes):
             return False
         # What is cached is room as well. Asked for only when it matters, because it takes a look at all blocks.
         weights = optimizers.may_write(self._live.optimizer)
-        needed = optimizers.update_bytes(self._live.optimizer, sum(weight.nbytes for weight in weights))
+        needed = copies + optimizers.update_bytes(self._live.optimizer, sum(weight.nbytes for weight in weights))
         return room < needed and room + self._device.releasable() < needed
 
     def _compares(self, order: StepOrder) -> bool:

@@ -62,7 +62,7 @@ class Checked:
         own = payload["ranks"][rank if rank < self.header.ranks else 0]
         own = from_bytes(io.BytesIO(own.numpy().tobytes()))
         self._parameters, self._buffers = payload["parameters"], own["buffers"]
-        _check_same(path, "parameter", self._parameters, dict(trainer.live.parts.named_parameters()))
+        _check_same(path, "parameter", self._parameters, dict(trainer.live.narrowed.under(self.settings)))
         _check_same(path, "buffer", self._buffers, dict(trainer.live.parts.named_buffers()))
         self._random, random = OwnNumbers(self.header.seed, rank), opened_random(own["random"])
         if rank < self.header.ranks:  # others were not there then
@@ -94,8 +94,10 @@ class Checked:
 
         Raises:
             StateFileError: the user's own code refused its part on a rank; nothing was changed on any of them.
+            WorkloadError: weights on a rank cannot be brought to the type that they have in the file.
         """
         self._run_own_code()
+        trainer.live.narrowed.follow(self.settings)
         frozen, evaluating = self._trained_as
         if after_restart and frozen is not None and evaluating is not None:
             trainer.live.go_on_as(frozen, evaluating)

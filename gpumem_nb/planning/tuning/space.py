@@ -28,6 +28,8 @@ _ONLY_VALUE = {
     "shard_optimizer": "ranks cannot share the optimizer's state here",
     **dict.fromkeys(SPLIT, "one sample of a step on each rank cannot be split (those of a larger global batch can)"),
 }
+# The budget of the first is one more thing to look for; the second computes as bf16 does, and updates more slowly.
+_WHERE_IN_USE = {"selective", "bf16_weights"}
 Ask = Callable[[Mapping[str, Any]], Settings]
 
 
@@ -176,8 +178,7 @@ def _values(name: str, per_rank: int, workload: WorkloadInfo, start: Settings) -
     if lacking.get(name):
         return []
     if name != SPLIT[0]:
-        # Selective checkpointing takes part where it is in use: its budget would be one more thing to look for.
-        left_out = () if start.checkpointing == "selective" else ("selective",)
+        left_out = _WHERE_IN_USE - {start.checkpointing, start.precision}
         return [{name: value} for value in KNOBS[name].choices if value not in left_out]
     if workload.data.batched:
         return []

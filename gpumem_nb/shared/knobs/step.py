@@ -5,36 +5,71 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ..categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, INSIDE_OPERATORS, LOGITS, TEMPORARIES
+from ..categories import ACTIVATIONS, CASTS, GRADIENTS, INPUTS, INSIDE_OPERATORS, LOGITS, PARAMETERS, TEMPORARIES
 from ..values import Kind, Values, not_negative, whole
 from ..workload import DataInfo, WorkloadInfo
 from .knob import CHANGES, HALF, KEEPS, KEEPS_TO_ROUNDING, MOST, SOME, Changes, Knob, Need, Settings, carried
 
+_BF16_WEIGHTS = "bf16_weights"
+
+
+def has_narrow_weights(settings: Settings) -> bool:
+    """Return whether weights and gradients lie in bf16 under these settings."""
+    return bool(settings.precision == _BF16_WEIGHTS)
+
 
 def _fewer_bits(need: Need) -> Iterator[Changes]:
-    sixteen_bit = need.settings.precision != "fp32"
+    if has_narrow_weights(need.settings):
+        return
+    of_weights, sixteen_bit = need.category in (PARAMETERS, GRADIENTS), need.settings.precision != "fp32"
     if need.category == CASTS and sixteen_bit:
         yield {"precision": "fp32"}
-    elif need.category != CASTS and not sixteen_bit and not need.of_update:
+    elif not (sixteen_bit or of_weights or need.category == CASTS or need.of_update):
         yield {"precision": "bf16"}
+    if (of_weights or need.category == CASTS) and need.tried_out and need.settings.shard_optimizer == "off":
+        yield {"precision": _BF16_WEIGHTS}
 
+
+def _lie_in_shares(settings: Settings, ranks: int) -> str:
+    if not has_narrow_weights(settings) or settings.shard_optimizer == "off":
+        return ""
+    return (
+        "precision=bf16_weights cannot be used with shard_optimizer=on: random numbers for rounding follow from whole "
+        "weights. Use shard_optimizer=off, or precision=bf16."
+    )
+
+
+_UNWRITTEN = (
+    "precision=bf16_weights is not written into scripts, which would need its rounding. Set precision=bf16 first: a "
+    "script then keeps weights in fp32, and has other losses from there on."
+)
 
 PRECISION = Knob(
     "precision",
     "fp32",
-    "arithmetic of forward and backward: fp32, or autocast to fp16 (with loss scaling) or bf16",
+    "arithmetic of forward and backward: fp32, or autocast to fp16 (with loss scaling) or bf16; or weights in bf16 too",
     in_front=True,
-    choices=("fp32", "fp16", "bf16"),
+    choices=("fp32", "fp16", "bf16", _BF16_WEIGHTS),
     means={
         "fp32": "32 bit everywhere",
         "fp16": "16 bit where that is safe; losses are scaled, because small gradients would become 0",
         "bf16": "16 bit where that is safe; the range of fp32, fewer digits",
+        _BF16_WEIGHTS: "bf16, and weights and gradients lie in 16 bit as well; updates are rounded stochastically",
     },
     short="",
-    moves={ACTIVATIONS: HALF, CASTS: MOST, LOGITS: SOME, TEMPORARIES: HALF, INSIDE_OPERATORS: HALF},
+    moves={
+        ACTIVATIONS: HALF,
+        CASTS: MOST,
+        LOGITS: SOME,
+        TEMPORARIES: HALF,
+        INSIDE_OPERATORS: HALF,
+        PARAMETERS: HALF,
+        GRADIENTS: HALF,
+    },
     lighter=_fewer_bits,
-    saves="most results of forward take 16 bits instead of 32",
-    exported=carried,
+    saves="more numbers take 16 bits instead of 32",
+    conflicts=_lie_in_shares,
+    exported=lambda value, ddp: _UNWRITTEN if value == _BF16_WEIGHTS else "",
 )
 
 
