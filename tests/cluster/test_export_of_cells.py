@@ -41,7 +41,9 @@ def loss(model, batch): return nn.functional.cross_entropy(model(batch[0]), batc
 NORMS = """
 import torch
 from torch import nn
-def block(width): return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+class Block(nn.Sequential):
+    def forward(self, x): return super().forward(x) * self[1].running_var.clone()[:, None, None]
+def block(width): return Block(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -175,7 +177,7 @@ def test_criteria_and_metrics_that_are_modules_are_evaluated_as_in_the_session(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("ddp", "mode"), [(False, "blocks"), (True, "blocks"), (False, "sqrt"), (True, "sqrt")])
-def test_recomputing_counts_no_batch_twice_in_the_statistics_of_batch_norms(
+def test_recomputing_reads_statistics_of_batch_norms_as_forward_did_and_counts_no_batch_twice(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, ddp: bool, mode: str
 ) -> None:
     session = fresh(two_ranks)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
 import dataclasses
+import functools
 import random
 import textwrap
-from collections import UserDict
+import weakref
+from collections import Counter, UserDict
 from collections.abc import MutableMapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.utils import checkpoint
 
 from gpumem_nb.engine.data.fetching import to_device
 from gpumem_nb.engine.random_state import RandomState
@@ -129,11 +134,53 @@ def test_blocks_that_keep_alike_are_told_of_together_and_torch_keeps_what_the_se
     assert 'for block in map(model.get_submodule, ["layers.1", "layers.2"]):' in text
     assert 'kept = {"aten.addmm.default": [0, 2]}' in text
     assert "block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)" in text
-    assert "without_statistics" not in text
+    assert "with_statistics" not in text
     with_norms = written(settings, blocks=blocks, kept=(some,) * 3, changed_by_blocks="", norms=True)
     compile(with_norms, "train.py", "exec")
-    assert "inside(without_statistics(block), again)" in with_norms
+    assert "inside(with_statistics(statistics_of(block)), again)" in with_norms
     with pytest.raises(WorkloadError, match="that shows what blocks keep under this budget"):
         refusals.check(settings, dataclasses.replace(FACTS, blocks=blocks), own=False, ddp=False)
     everything = written(settings.replace(activation_budget=1), blocks=blocks, changed_by_blocks="")
     assert "checkpoint" not in everything
+
+
+class Reading(torch.nn.Sequential):
+    """Reads the statistics of its batch norm, which is called in each block's recomputation once more."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        norm: Any = self[1]
+        mean = norm.running_mean.clone()
+        result: torch.Tensor = super().forward(rows - mean) * norm.running_var.clone()  # type: ignore[no-untyped-call]
+        return result
+
+
+@pytest.mark.parametrize("mode", ["blocks", "sqrt", "selective"])
+def test_a_script_recomputes_with_the_statistics_of_batch_norms_that_forward_saw(mode: str) -> None:
+    settings = Settings(optimizer="own", checkpointing=mode)
+    blocks = tuple(map(str, range(4)))
+    kept = {"aten.addmm.default": [0]}
+    text = written(settings, blocks=blocks, kept=(kept,) * 4, changed_by_blocks="", norms=True)
+    kinds = ast.FunctionDef | ast.ClassDef
+    functions: list[ast.stmt] = [one for one in ast.parse(text).body if isinstance(one, kinds)]
+    names: dict[str, Any] = (
+        vars(contextlib) | vars(checkpoint) | {"torch": torch, "weakref": weakref, "Counter": Counter}
+    )
+    exec(compile(ast.Module(functions, []), "train.py", "exec"), names)
+    torch.manual_seed(0)
+    net: Any = torch.nn.Sequential(
+        *(Reading(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh()) for _ in blocks)
+    )
+    plain: Any = copy.deepcopy(net)
+    if mode == "sqrt":
+        names["recompute_together"](net, 2)
+    for block in net if mode != "sqrt" else ():
+        contexts = functools.partial(names["keeping"], block, kept) if mode == "selective" else None
+        contexts = contexts or functools.partial(names["once_in_statistics"], block)
+        again = functools.partial(names["checkpoint"], use_reentrant=False, context_fn=contexts)
+        block.forward = functools.partial(again, block.forward)
+    for _ in range(2):
+        rows = torch.randn(8, 4)
+        for one in (net, plain):
+            one(rows).square().mean().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), plain.buffers(), strict=True))

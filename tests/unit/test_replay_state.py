@@ -64,6 +64,14 @@ class BatchNorm(Plain):
         self.inner[1] = nn.BatchNorm1d(WIDTH, momentum=None)
 
 
+class ReadsStatistics(BatchNorm):
+    """Reads what its batch norm writes, before and after that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = cast(Tensor, self.inner[1].running_mean)
+        return torch.sin(super().forward(x - mean.exp())) * mean.exp()
+
+
 class Rebound(Plain):
     """A running mean, made anew in each call, that the result depends on."""
 
@@ -307,9 +315,9 @@ def one_thread() -> Iterator[None]:
 
 
 KINDS: list[Callable[[], nn.Module]] = [
-    Plain, OldSpectral, Spectral, OldWeightNorm, WeightNorm, BatchNorm, Rebound, InPlace, Late, Alternating, OnClass,
-    Remembering, Slotted, Recurrent, Rolling, Global, Hooked, OwnCheckpoint, Reentrant, Recursive, Flagged,
-    Making, Masked,
+    Plain, OldSpectral, Spectral, OldWeightNorm, WeightNorm, BatchNorm, ReadsStatistics, Rebound, InPlace, Late,
+    Alternating, OnClass, Remembering, Slotted, Recurrent, Rolling, Global, Hooked, OwnCheckpoint, Reentrant,
+    Recursive, Flagged, Making, Masked,
 ]  # fmt: skip
 
 

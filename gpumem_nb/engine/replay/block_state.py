@@ -19,7 +19,7 @@ from ...shared.errors import WorkloadError
 from .. import cells
 from ..copies import refill
 from ..random_state import RandomState
-from ..undo.changing import Changing, Key, can_be_filled
+from ..undo.changing import Before, Changing, Key, can_be_filled
 from ..undo.places import Holding, elements_of, given
 from ..undo.python_state import PythonSnapshot, PythonState
 from ..undo.reachable import PLAIN
@@ -204,13 +204,22 @@ class BlockState:
     def _begin(self) -> None:
         self._cells = cells.ran()
         self.changing = Changing(_saved_clones)
-        # Batch norm reads its statistics in evaluation only and writes them in training only, unseen by autograd.
+        # Batch norm writes its statistics unseen by autograd, and the block itself may read them.
         norms = [buffers_by_name(norm) for norm in batch_norms(self.block)]
-        self.statistics = [buffer for named in norms for buffer in named.values() if buffer is not None]
+        held = [buffer for named in norms for buffer in named.values() if buffer is not None]
+        self._statistics = list(filter(can_be_filled, held))
+
+    def statistics(self) -> list[Before]:
+        """Keep the statistics of batch norms: they change in each call, and are no reason to refuse one."""
+        contents = _saved_clones(self._statistics)
+        return [
+            Before((id(self), str(place)), buffer, version(buffer), content, fresh=False, unseen=True)
+            for place, (buffer, content) in enumerate(zip(self._statistics, contents, strict=True))
+        ]
 
     def tensors(self, taken: PythonSnapshot) -> list[tuple[Key, Tensor]]:
-        """Those that the block may change in place, by their places."""
-        counted = {id(buffer) for buffer in self.statistics}
+        """Those others that the block may change in place, by their places."""
+        counted = set(map(id, self._statistics))
         weights = {id(weight) for _, weight in self.python.weights()}
         named = [*self.python.buffers(), *taken.tensors]
         return [(key, tensor) for key, tensor in named if id(tensor) not in counted and id(tensor) not in weights]
@@ -237,6 +246,7 @@ class Seen:
         self._weights = [weight for _, weight in state.python.weights()]
         self._looks = list(map(_look, self._weights))
         self._tensors = state.changing.before(state.tensors(self._taken[0]))
+        self._statistics = state.statistics()
 
     def returned(self) -> None:
         """The block has run.
@@ -258,7 +268,7 @@ class Seen:
         self._check_weights("its weights were changed, frozen or unfrozen between forward and backward")
         for taken in self._taken:
             taken.put_back()
-        for before in self._tensors:
+        for before in (*self._tensors, *self._statistics):
             if before.was_changed and before.content is None:
                 raise cannot("it changed a large tensor that it had left alone before. Train on, and that is copied")
             before.put_back()
@@ -266,8 +276,7 @@ class Seen:
 
     def changed(self) -> Iterable[Tensor]:
         """Tensors that a replay changes in place, to let them be as the block saw them, or when it runs."""
-        put_back = (before.tensor for before in self._tensors if before.was_changed)
-        return (*put_back, *filter(can_be_filled, self._state.statistics))
+        return (before.tensor for before in (*self._tensors, *self._statistics) if before.was_changed)
 
     def now(self) -> list[PythonSnapshot]:
         """Return the same places as they are now."""
