@@ -70,7 +70,8 @@ def set_up(config: RankConfig) -> RankInfo:
     """Join the other ranks, take hold of the device, and prove the connection with a real all-reduce."""
     global _session_started_s, _device, _pulse, _names, _tracer
     register_new(config.knobs)
-    torch.set_num_threads(config.threads)
+    if torch.get_num_threads() != config.threads:  # once it is set, MKL lets all threads share the smallest work
+        torch.set_num_threads(config.threads)
     cpu = config.device == "cpu"
     link, horovod_threads = horovod.join(on_cpu=cpu)
     use(link)
@@ -391,8 +392,7 @@ def _train(make: Callable[[], Workload], seed: int, wanted: set[str], names: dic
     gc.collect()
     _device.empty_cache()  # of what the old one needed, or one that could not be built
     workload, stream, held_out = prepared
-    _trainer = building.build(workload, stream, _device, _session_started_s, held_out)
-    if _trainer is None:
+    if (_trainer := building.build(workload, stream, _device, _session_started_s, held_out)) is None:
         return None
     attached_names.attached(names, namespace())
     if held := [name for name in _offer(_trainer) if name in wanted]:
