@@ -95,7 +95,12 @@ def alone(notebook: Notebook, workload: str, target: str, rounds: int, slot_s: f
         script.close()
         notebook.thaw()
     what = f"{layers:,} small layers" if layers else workload
-    return _ratio(f"live loop ÷ plain torch, {what}, 1 rank", target, live, other)
+    figure = _ratio(f"live loop ÷ plain torch, {what}, 1 rank", target, live, other)
+    share = "[float((run[part].astype(float) / run.step_s).median()) for part in ('toolkit_s', 'queued_s')]"
+    toolkit, queued = notebook.run("", share)
+    of_kernel = f"the kernel with its panel took {notebook.kernel_share:.1%} of a core meanwhile"
+    figure.details += f"; of a step {toolkit:.1%} was the toolkit's, in {queued:.1%} it had no core; {of_kernel}"
+    return figure
 
 
 def _ratio(name: str, target: str, ours: Sequence[float], others: Sequence[float]) -> Figure:

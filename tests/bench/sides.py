@@ -110,9 +110,14 @@ class Script(Side):
 
 
 class Notebook(Side):
-    """The toolkit as people use it: a session with its panel open, inside a real Jupyter kernel."""
+    """The toolkit as people use it: a session with its panel open, inside a real Jupyter kernel.
+
+    Attributes:
+        kernel_share: of a core, that the kernel took while it trained last.
+    """
 
     name = "live"
+    kernel_share = 0.0
 
     def __init__(self) -> None:
         self.manager, self.client = start_new_kernel(kernel_name="python3")
@@ -146,10 +151,13 @@ class Notebook(Side):
         """Train with the panel open."""
         skipped = max(1, round(steps * 0.1))
         self.run(
-            f"run = session.train({steps}).frame(); run = run[run['rank'] == 0]; "
+            f"began = time.perf_counter(), time.process_time(); run = session.train({steps}); "
+            "share = (time.process_time() - began[1]) / (time.perf_counter() - began[0]); "
+            "run = run.frame(); run = run[run['rank'] == 0]; "
             f"took = run.time_s.iloc[-1] - run.time_s.iloc[{skipped} - 1]; "
             f"rate = {steps - skipped} * run.batch_size.iloc[0] * run.accumulation_steps.iloc[0] * session.size / took"
         )
+        self.kernel_share = self.run("", "share")
         return float(self.run("", "float(rate)"))
 
     def close(self) -> None:
