@@ -153,8 +153,9 @@ def may_write(optimizer: Optimizer) -> list[Tensor]:
     One that is frozen on this rank alone gets one from the others.
     """
     params = in_groups(optimizer)
-    written = [param for param in params if param.requires_grad or param.grad is not None]
-    return written if from_torch(optimizer) else params
+    if not from_torch(optimizer):
+        return params
+    return [param for param in params if param.requires_grad or param.grad is not None]
 
 
 def update_bytes(optimizer: Optimizer, written: int) -> int:
@@ -292,13 +293,13 @@ def update(
     Raises:
         WorkloadError: there are sparse gradients, which cannot be clipped, nor be taken by an optimizer of 8 bits.
     """
-    params = in_groups(optimizer)
+    in_8_bits = bitsandbytes_internals.is_adamw8bit(optimizer)
+    dense = in_8_bits or clip_norm is not None
+    params = in_groups(optimizer) if dense or scaler else []  # of thousands of weights, each list takes its time
     if scaler:
         one = torch.ones((), dtype=torch.float32, device=params[0].device)
         before = scaler.scale(one)
         scaler.unscale_(optimizer)
-    in_8_bits = bitsandbytes_internals.is_adamw8bit(optimizer)
-    dense = in_8_bits or clip_norm is not None
     if dense and any(param.grad is not None and param.grad.is_sparse for param in params):
         instead = ("AdamW8bit", "optimizer=sgd") if in_8_bits else ("clip_norm", "clip_norm=none")
         raise WorkloadError(_SPARSE.format(*instead))

@@ -71,7 +71,8 @@ def event_here(device: torch.device) -> Any:
 class _Mark(NamedTuple):
     """The begin of a part: by the process's clock, and on GPUs by an event of the device's.
 
-    ``cpu_s`` is how long the thread had computed by then. ``idle``: the device was done with all before, so both clocks
+    ``cpu_s`` is how long the thread had computed by then, where a wait for data begins or ends: the system is asked,
+    which takes longer than all else here. ``idle``: the device was done with all before, so both clocks
     meet here.
     """
 
@@ -196,7 +197,8 @@ class StepClock:
         if self._stream is not None:
             event = torch.cuda.Event(enable_timing=True)
             event.record(self._stream)
-        return _Mark(part, time.perf_counter(), event, time.thread_time(), idle)
+        of_data = part == DATA or bool(self._marks and self._marks[-1].part == DATA)
+        return _Mark(part, time.perf_counter(), event, time.thread_time() if of_data else 0.0, idle)
 
     def until_now(self) -> tuple[float, float]:
         """Return what the step took until now: its work, without copies to undo it, and its wait for data, in seconds.
