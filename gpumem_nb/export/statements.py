@@ -39,8 +39,8 @@ _SURE = _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Assign
 _ACTS = ast.Call | ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom
 _USING_UP = ast.Starred | ast.comprehension | ast.In | ast.NotIn  # what reads an iterator leaves less of it
 _OBJECTS = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.GeneratorExp
-_MAKERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "SimpleNamespace"}
-_MAKERS |= {"count", "cycle", "iter", "default_rng", "RandomState", "Random", "Generator", "manual_seed"}
+_OF_VALUES = {"abs", "bool", "bytes", "complex", "device", "field", "float", "frozenset", "int", "len", "max", "min"}
+_OF_VALUES |= {"Path", "range", "round", "str", "sum", "tuple", "TypeVar"}  # calls that make nothing that can change
 _CACHE = re.compile("cache(?!d_property)|memoi")  # decorators whose functions give one object again and again
 
 
@@ -225,7 +225,7 @@ def _holds(node: ast.AST) -> bool:
 
 
 def _makes_object(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and last(node.func) in _MAKERS
+    return isinstance(node, ast.Call) and last(node.func) not in _OF_VALUES
 
 
 def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:

@@ -193,6 +193,21 @@ def test_what_functions_use_of_their_own_cell_may_change_in_later_ones(cells: tu
     assert here == there
 
 
+@pytest.mark.parametrize(
+    "define",
+    [
+        "def f(x, total=torch.zeros(1)):\n    total += x\n    return total.item()",
+        "def f(x, made=nn.Linear(1, 1)):\n    made.sum = getattr(made, 'sum', 0) + x\n    return made.sum",
+        "class Total:\n    n = 0\ndef f(x, total=Total()):\n    total.n += x\n    return total.n",
+        "class Adds:\n    total = torch.zeros(1)\n    def of(self, x): return self.total.add_(x).item()\n"
+        "def f(x): return Adds().of(x)",
+    ],
+)
+def test_what_a_call_made_for_a_default_or_a_class_keeps_what_later_calls_change(define: str) -> None:
+    here, there = both(f"import torch\nfrom torch import nn\n{define}", "f(1)", "net = f(2)")
+    assert here == there == 3
+
+
 COUNTED = "class Layer:\n    made = 0\n    def __init__(self):\n        {0}.made += 1\n        self.number = {0}.made"
 NUMBER = "net = Layer().number"
 DOUBLE = "torch.set_default_dtype(torch.float64)"
