@@ -9,6 +9,7 @@ import ipywidgets
 
 from ..report.tables import words_html
 from ..shared.answers import Progress
+from ..shared.settings import Settings
 from .controls import NOTHING_LOADED
 from .doctor_view import DoctorView
 from .knob_tip import KnobTip
@@ -39,10 +40,18 @@ class ExportView(SearchView):
             ("Write the script", "file-code-o", tip, self._write),
             (f"Write {_REPORT}", "file-text-o", page, self._report),
         ]
+        self._settings: Settings | None = None  # of the script that was written last
         super().__init__(session, "Export", [self._path, self._ddp], questions, search, ask, close)
+
+    def open(self) -> None:
+        """Show what was written last, or write the script: a press after a flip does so again."""
+        if self._settings != self._session.settings:
+            self.forget()
+        super().open()
 
     def _write(self, progress: Progress) -> str:
         progress("writing the script", 0.5)
+        self._settings = self._session.settings
         return self._told(self._session.export(self._path.value.strip(), ddp=self._ddp.value))
 
     def _report(self, progress: Progress) -> str:

@@ -16,7 +16,7 @@ from ..report.tables import marked, notes_html
 from ..shared.answers import Progress
 from ..shared.units import format_bytes, format_rate
 from . import threads
-from .search_view import SearchView
+from .search_view import LoadedThen, SearchView
 from .widgets import ApplyButton, Ask, Region, box, region, style_sheet, text_of
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ class DiagnosisView:
         self._session = session
         self._diagnosis = diagnosis
         self._ask = ask
-        self._workload, self._history = session.workload, session.history
-        self._loaded_as = session.history.loaded_as
+        self._workload, self._about = session.workload, LoadedThen(session)
         self._cards: list[_Card] = []
         self.view = threads.make(self._make)
 
@@ -109,8 +108,7 @@ class DiagnosisView:
 
     def _take(self, one: _Card) -> str:
         """Make the flip, unless something was changed since it was found."""
-        now, was = (self._session.settings, self._session.workload), (one.flip.before, self._workload)
-        if now != was or self._session.history.loaded_again(self._history, self._loaded_as):
+        if self._session.settings != one.flip.before or self._about.replaced:
             return "Something was changed since this was found, so it may no longer be true. Examine again."
         self._session.set(**one.flip.changes)
         one.taken = True
@@ -177,6 +175,11 @@ class DoctorView(SearchView):
         super().follow(why_not)
         if self._findings is not None:
             self._findings.follow()
+
+    def forget(self) -> None:
+        """Take the findings away, so that the next press looks anew."""
+        self._findings = None
+        super().forget()
 
     def _examine(self, progress: Progress) -> str:
         self._findings = None

@@ -31,10 +31,26 @@ class _Asked:
     begun: bool = False
 
 
+class LoadedThen:
+    """What a session had loaded when this was made."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._workload, self._history = session.workload, session.history
+        self._loaded_as = session.history.loaded_as
+
+    @property
+    def replaced(self) -> bool:
+        """Return whether something else was loaded since; the end of the ranks and a restart do not count."""
+        other = self._session.workload not in (None, self._workload)
+        return other or self._session.history.loaded_again(self._history, self._loaded_as)
+
+
 class SearchView:
     """One question at a time, which begins when the view is opened, may take long, and can be stopped.
 
-    Closed, it keeps one line: what was said last, and what there is to press about that.
+    Closed, it keeps one line: what was said last, and what there is to press about that. Both go when something else is
+    loaded.
 
     Attributes:
         widget: everything.
@@ -65,8 +81,9 @@ class SearchView:
         self.ask = ask
         self._search = search
         self._stopped = threading.Event()
+        self._about: LoadedThen | None = None  # what the answer is about
         self._asked: _Asked | None = None  # until it has ended, or is stopped before its turn
-        self._changing = threading.Lock()  # what is asked and what is said of it: buttons have another thread
+        self._changing = threading.RLock()  # what is asked and what is said of it: buttons have another thread
         self._begin = [
             button(words, icon, tip, partial(self._pressed, question)) for words, icon, tip, question in questions
         ]
@@ -104,9 +121,19 @@ class SearchView:
         self._fold()
 
     def follow(self, why_not: str) -> None:
-        """Switch the buttons off, for a reason, or on."""
+        """Switch the buttons off, for a reason, or on; take an answer away that is about something else."""
         for begin in self._begin:
             begin.disabled = bool(why_not) or self._asked is not None
+        with self._changing:
+            if self._asked is None and self._about is not None and self._about.replaced:
+                self.forget()
+
+    def forget(self) -> None:
+        """Take the answer away, so that the next press asks anew."""
+        self._about, self._said.html = None, ""
+        self.show([])
+        self.keep([])
+        self.fold()
 
     def press(self) -> None:
         """Ask the first question, as its button does, unless that is switched off."""
@@ -169,6 +196,7 @@ class SearchView:
             asked.begun = True
         said = ""
         try:
+            self._about = LoadedThen(self._session)
             self._heed("", 0.0)  # before what was found earlier is taken away
             self.show([])
             self.keep([])

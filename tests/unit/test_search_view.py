@@ -10,7 +10,10 @@ from typing import Any
 import ipywidgets
 import pytest
 
+from gpumem_nb.kernel.history import History
 from gpumem_nb.shared.answers import Progress
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.ui.answers import ExportView
 from gpumem_nb.ui.search_view import SearchView
 from gpumem_nb.ui.widgets import Region
 from tests.internals import widgets_in
@@ -20,9 +23,23 @@ from tests.timing import HANG_S, until
 class Session:
     """Tells nothing of its ranks."""
 
+    def __init__(self) -> None:
+        self.history = History(1)
+        self.workload: object = "net"
+        self.settings = Settings()
+
+    def export(self, path: str, ddp: bool) -> str:
+        return f"Written: {path} for {self.workload}, batch_size={self.settings.batch_size}\nNot carried over: steps"
+
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
         yield
+
+
+def said_by(view: SearchView) -> str:
+    regions = [one for one in widgets_in(view.widget) if isinstance(one, Region)]
+    [said] = [one for one in regions if "gpumem-searching" in one._dom_classes]
+    return str(said.html)
 
 
 class Asking:
@@ -33,7 +50,8 @@ class Asking:
         self.asked = 0
         self.answer: Callable[[Progress], str] = lambda progress: "found"
         questions = [("Look", "search", "looks", self._question)]
-        self.view = SearchView(Session(), "Looking", [], questions, self.queue.append, lambda action: None)  # type: ignore[arg-type]
+        self.session = Session()
+        self.view = SearchView(self.session, "Looking", [], questions, self.queue.append, lambda action: None)  # type: ignore[arg-type]
 
     def _question(self, progress: Progress) -> str:
         self.asked += 1
@@ -53,9 +71,7 @@ class Asking:
 
     @property
     def said(self) -> str:
-        regions = [one for one in widgets_in(self.view.widget) if isinstance(one, Region)]
-        [said] = [one for one in regions if "gpumem-searching" in one._dom_classes]
-        return str(said.html)
+        return said_by(self.view)
 
     @property
     def shown(self) -> list[str]:
@@ -82,6 +98,31 @@ def test_an_answer_is_shown_with_what_is_said_of_it(asking: Asking) -> None:
     assert (asking.said, asking.shown) == ("<p>found</p>", ["answer 1"])
     assert asking.can("Look")
     assert not asking.can("Stop")
+
+
+def test_an_answer_goes_when_something_else_is_loaded_and_the_next_press_asks_anew(asking: Asking) -> None:
+    asking.view.open()
+    asking.turn()
+    asking.session.workload = None
+    asking.view.follow("the ranks have ended")
+    assert asking.shown == ["answer 1"], "what was found stays when the ranks end"
+    asking.session.workload = "another"
+    asking.view.follow("")
+    assert (asking.view.is_open, asking.said, asking.shown) == (False, "", [])
+    asking.view.open()
+    asking.turn()
+    assert asking.shown == ["answer 2"]
+
+
+def test_a_press_on_export_after_a_flip_writes_the_script_again() -> None:
+    session = Session()
+    view = ExportView(session, lambda action: action(), lambda action: None, lambda: None)  # type: ignore[arg-type]
+    view.open()
+    assert "batch_size=32" in said_by(view)
+    view.fold()
+    session.settings = session.settings.replace(batch_size=8)
+    view.open()
+    assert "batch_size=8" in said_by(view)
 
 
 def test_one_that_still_waits_is_stopped_at_once_and_leaves_the_earlier_answer(asking: Asking) -> None:
