@@ -132,8 +132,8 @@ class Ladder(Report):
         if not self.rungs and self.now.lower_bound and not said:
             none = "Not even a small step fits, under the present settings or any that were tried in their place."
             return [f"{none} {LARGER}"]
-        if not self.rungs:
-            return [*said, f"No change of a knob frees {100 * LEAST_FREED:.0f} % of the live peak."]
+        if not self.rungs:  # one that ended early has not seen all changes
+            return said or [f"No change of a knob frees {100 * LEAST_FREED:.0f} % of the live peak."]
         said.append(
             "Each rung comes on top of those above it, and frees most memory for the time that it costs. Change and "
             "mathematics are those of all rungs down to it, beside the present settings."

@@ -55,6 +55,6 @@ class LadderView(SearchView):
         found = self._session.ladder(same_mathematics=self._same.value, progress=progress)
         self.show([ladder_view(found, self.ask)])
         if not found.rungs:
-            return "Ladder: no change of a knob frees memory."
+            return f"Ladder: {found.sentences[0]}"
         least = found.rungs[-1]
         return f"Ladder: {len(found.rungs)} rungs, down to {format_bytes(least.reserved_peak_bytes)} reserved."

@@ -204,6 +204,17 @@ def test_an_interrupt_and_a_flip_leave_the_rungs_found() -> None:
     assert found.sentences[0] == "It ended early, because settings were changed."
 
 
+def test_an_interrupt_before_the_first_rung_does_not_say_that_nothing_frees_memory() -> None:
+    late = "Interrupted, but the ranks had come to the end of it by then. They are ready."
+
+    def stop(what: str, done: float) -> None:
+        if what.startswith("rung 1"):
+            raise KeyboardInterrupt(late)
+
+    found = Ranks({"optimizer": 100}).ladder(progress=stop)
+    assert found.sentences == ["It was interrupted, but the ranks had come to the end of it by then. They are ready."]
+
+
 def test_where_no_single_change_makes_a_small_step_fit_the_first_rung_has_several() -> None:
     class Small(Ranks):
         def predict(self, changes: dict[str, Any]) -> Prediction:

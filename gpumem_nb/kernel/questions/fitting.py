@@ -34,7 +34,8 @@ class Changed(Exception):
 def ended_early(why: BaseException) -> str:
     """Return why a search ended before it was through, in a sentence."""
     if isinstance(why, KeyboardInterrupt):
-        return f"It was interrupted. {str(why).removeprefix('Interrupted. ')}".rstrip()
+        said = str(why) or "Interrupted."
+        return f"It was {said[0].lower()}{said[1:]}"
     return f"It ended early{', because ' if isinstance(why, Changed) else ': '}{why}"
 
 
