@@ -1,6 +1,7 @@
 """Reports: tables and sentences as text for a terminal, as HTML for notebooks and pages, and as data.
 
-However narrow a notebook is, HTML made here breaks no word, and no command that is to be typed: what is wider scrolls.
+However narrow a notebook is, HTML made here breaks no word, and no command that is to be typed and fits a line; a table
+that is wider scrolls.
 A press on a command copies it. JupyterLab takes that away from notebooks that it does not trust, as all scripts.
 """
 
@@ -32,6 +33,10 @@ _SCROLLS = f"overflow-x: auto; max-width: 100%; {_WHOLE_WORDS}"
 _NOTE_STYLE = f"color: var(--jp-ui-font-color2, inherit); margin: 4px 8px; {_SCROLLS}"
 _WORDS_STYLE = f"margin: 0; white-space: pre-wrap; {_SCROLLS}"
 _COMMAND_STYLE = "white-space: nowrap"
+# In sentences, where a whole line is too narrow for a command, it takes several: what is out of sight is not read.
+_COMMAND_IN_WORDS_STYLE = (
+    "display: inline-block; max-width: 100%; box-sizing: border-box; white-space: pre-wrap; vertical-align: top"
+)
 # The old way to copy: unlike navigator.clipboard it works on servers without https, too.
 _COPIES = (
     """onmouseover="this.title='press to copy';this.style.cursor='copy'" tabindex="0" """
@@ -80,7 +85,7 @@ class Table:
             for name, style in self._cells(self.headings, scrolls)
         )
         lines = [
-            "".join(f"<td style='{style}'>{marked(cell)}</td>" for cell, style in self._cells(row, scrolls))
+            "".join(f"<td style='{style}'>{marked(cell, _COMMAND_STYLE)}</td>" for cell, style in self._cells(row, scrolls))
             for row in self.rows
         ]
         body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -100,8 +105,9 @@ class Table:
             side = "left" if heading in self.words else "right"
             breaks = "pre-line" if heading in self.words and len(cell) > _SHORT else "pre"
             style = f"text-align: {side}; white-space: {breaks}; {_CELL_STYLE}"
-            if scrolls and len(cell) > _LONG:
-                style += f"; min-width: {_LONG / 2:g}em"  # beside many columns it would become one word wide
+            least_em = _LONG / 2 if scrolls and len(cell) > _LONG else min(len(cell), _LONG) / 3
+            if breaks == "pre-line":
+                style += f"; min-width: {least_em:.3g}em"  # beside many columns it would become one word wide
             if colour := self.colours.get((heading, cell)):
                 style += f"; color: {colour}; font-weight: 600"
             yield cell, style
@@ -112,13 +118,16 @@ def _lines(row: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     return zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
 
 
-def marked(text: str) -> str:
-    """Return text as HTML, in which commands and settings that are to be typed stay whole; a press copies one."""
+def marked(text: str, style: str = _COMMAND_IN_WORDS_STYLE) -> str:
+    """Return text as HTML, in which commands and settings that are to be typed stay whole; a press copies one.
+
+    ``style``: that of a command; by default one that is longer than a line goes on in the next.
+    """
     parts, end = list[str](), 0
     for found in _COMMAND.finditer(text):
         parts += (
             escape(text[end : found.start()]),
-            f"<code style='{_COMMAND_STYLE}' {_COPIES}>{escape(found[0])}</code>",
+            f"<code style='{style}' {_COPIES}>{escape(found[0])}</code>",
         )
         end = found.end()
     return "".join([*parts, escape(text[end:])])

@@ -16,6 +16,7 @@ import gpumem_nb
 from gpumem_nb.report.tables import Table
 from gpumem_nb.report.written import SnapshotRow, Snapshots
 from gpumem_nb.ui.cells import say
+from IPython.display import HTML
 from pathlib import Path
 import time
 rows = (SnapshotRow(Path("/home/somebody/.cache/gpumem_nb/snapshots/a-folder/001-000001200.state"), "text-gpt", 1200, 2,
@@ -24,11 +25,23 @@ display(Snapshots(rows))
 say("Kept from before: checkpointing=blocks batch_size=8 accumulation_steps=2 (back with: %hvd_set checkpointing=none "
     "batch_size=32 accumulation_steps=1 precision=fp32). Everything else is unchanged.")
 display(gpumem_nb.check())
+say("Type %hvd_set checkpointing=blocks loss_head=chunked batch_size=256 accumulation_steps=4 shard_optimizer=on "
+    "fusion_threshold_mib=4 optimizer=adamw8bit precision=bf16 num_workers=2 lr_schedule=cosine")
+flips = [(f"ckpt none, batch {n}, accum 1, foreach", "best", f"{n} ± 29", "48.0 MiB", "yes", str(n)) for n in (8, 16)]
+headings = ("flip", "", "samples/s", "reserved", "fits", "turns")
+display(HTML(Table("Tuning", headings, tuple(flips), frozenset({"flip", "", "fits"})).html()))
 """
-# Of each word in the outputs: how many lines it stands on; of each command, too.
+# Of each word in the outputs: how many lines it stands on; of each command that a line has room for, too.
 BROKEN = """() => {
     const broken = [], lines = range => new Set([...range.getClientRects()].filter(one => one.width > 0.5)
         .map(one => Math.round(one.top))).size;
+    const widthOnOneLine = code => {
+        const before = code.style.cssText;
+        code.style.whiteSpace = 'nowrap'; code.style.maxWidth = 'none';
+        const width = code.getBoundingClientRect().width;
+        code.style.cssText = before;
+        return width;
+    };
     for (const output of document.querySelectorAll('.jp-OutputArea-output')) {
         const texts = document.createTreeWalker(output, NodeFilter.SHOW_TEXT);
         for (let text; text = texts.nextNode();)
@@ -41,7 +54,10 @@ BROKEN = """() => {
         for (const code of output.querySelectorAll('code')) {
             const range = document.createRange();
             range.selectNodeContents(code);
-            if (lines(range) > 1) broken.push(code.textContent);
+            if (lines(range) === 1 && !code.closest('table') &&
+                code.getBoundingClientRect().right > output.getBoundingClientRect().right + 1)
+                broken.push(`out of sight: ${code.textContent}`);
+            if (lines(range) > 1 && code.parentElement.clientWidth > widthOnOneLine(code)) broken.push(code.textContent);
         }
     }
     return broken;
@@ -71,6 +87,13 @@ def test_words_and_commands_stay_whole(notebook: Notebook, width: int) -> None:
     )
     assert page.locator(".jp-OutputArea-output code").count() > 3
     assert page.evaluate(BROKEN) == []
+
+
+def test_a_row_beside_many_columns_takes_few_lines(notebook: Notebook) -> None:
+    notebook.page.add_style_tag(content=".jp-NotebookPanel-notebook { width: 480px !important }")
+    row = notebook.page.locator(".jp-OutputArea-output tr", has_text="ckpt none, batch 16")
+    taken = row.evaluate("row => row.getBoundingClientRect().height / parseFloat(getComputedStyle(row).fontSize)")
+    assert taken < 5, "three lines of text at most"
 
 
 @pytest.mark.parametrize("press", ["mouse", "Enter"])

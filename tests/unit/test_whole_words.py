@@ -21,7 +21,7 @@ from gpumem_nb.ui import cells
 from tests.unit.tuned_machine import tuned
 
 MIB = 2**20
-_CODE = re.compile(r"<code style='white-space: nowrap' [^>]*copy[^>]*>(.*?)</code>")
+_CODE = re.compile(r"<code style='[^']*white-space: (?:nowrap|pre-wrap)[^']*' [^>]*copy[^>]*>(.*?)</code>")
 
 
 def commands(html: str) -> list[str]:
