@@ -40,9 +40,7 @@ class Settings(Values):
     def in_short(self) -> str:
         """The knobs that the panel shows at first, those not at their defaults, and how to see the others."""
         shown = [knob for name, knob in KNOBS.items() if knob.in_front or name in self._changed]
-        values = ((knob, getattr(self, knob.name)) for knob in shown)
-        short = ((knob, float(f"{value:.6g}") if isinstance(value, float) else value) for knob, value in values)
-        told = " ".join(f"{knob.name}={knob.text(value)}" for knob, value in short)
+        told = " ".join(f"{knob.name}={knob.text(getattr(self, knob.name))}" for knob in shown)
         others = len(KNOBS) - len(shown)
         at_defaults = f"{others} others are at their defaults" if others > 1 else f"{others} other is at its default"
         return f"{told}\n({at_defaults}: %hvd_set shows all)" if others else told

@@ -77,9 +77,11 @@ def test_a_saved_state_that_names_a_retired_value_is_read_as_what_it_came_to() -
         Settings.from_saved({"unheard": 1}, Path("a.state"))
 
 
-def test_a_rate_that_a_schedule_computed_is_rounded_where_settings_are_shown_in_short() -> None:
+def test_a_rate_that_a_schedule_computed_is_rounded_where_settings_are_shown() -> None:
     settings = Settings(learning_rate=1.200000000000002e-05)
     assert "learning_rate=1.2e-05\n" in settings.in_short
+    assert typed(Settings(), settings) == "learning_rate=1.2e-05"
+    assert typed(settings, settings.replace(learning_rate=1.0)) == "learning_rate=1.0"
     assert settings.learning_rate == 1.200000000000002e-05
 
 

@@ -209,6 +209,7 @@ LEARNING_RATE = Knob(
     "step size of the update; what a cell or own scheduler sets holds until this changes",
     parse=not_negative,
     allowed="a number of at least 0, such as 1e-3",
+    write=lambda rate: str(float(f"{rate:.12g}")),  # a schedule's 1.4999999999999999e-05 is 1.5e-05
     short="lr ",
     apply=lambda live, settings: live.set_learning_rate(settings),
     exported=carried,
