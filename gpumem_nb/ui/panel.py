@@ -305,7 +305,7 @@ class Panel:
         view = View.of_session(session, self._ranks, choice, Attempt.of(self._rescue, history.readings))
         self._tiles.html = wording.tiles(session, history.readings, view.time)
         handles = session.workload.handles if session.workload else Handles()
-        words = wording.filling(view.peaks, history, handles)
+        words = wording.filling(view.peaks, history, handles) if view.has_steps else ""
         self._filling.html = f"<p>{words}</p>" if words else ""
         self._strip.html = legend.strip(view.peaks)
         self._charts.update(view)

@@ -189,6 +189,12 @@ def test_no_numbers_are_made_up_before_a_step_was_done() -> None:
     assert drawn(two_ranks())[1]["yaxis2"]["showticklabels"] is True
 
 
+def test_a_limit_far_above_the_bars_is_told_in_words_that_do_not_change_with_them() -> None:
+    far = [View.of([info(0)], [reading(peak * MIB, 96 * 64 * MIB)], [[]], lambda _: None) for peak in (16, 40)]
+    told = [[note["text"] for note in drawn(view)[1]["annotations"] if "limit" in note["text"]] for view in far]
+    assert told == [["limit<br>6.0 GiB<br>↑ beyond this axis"]] * 2
+
+
 def test_what_no_page_has_drawn_is_sent_again_whole_and_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)

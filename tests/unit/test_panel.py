@@ -11,7 +11,7 @@ import pytest
 from gpumem_nb.report.runs import Runs
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.ui.panel import Panel
-from tests.ledgers import info
+from tests.ledgers import MIB, info, reading, sample
 from tests.timing import HANG_S, until
 from tests.unit.test_knob_tip import Session as Predicting
 
@@ -112,3 +112,15 @@ def test_a_closed_panel_serves_nothing_any_more(panel: Any) -> None:
     panel.show(Session())
     assert panel._session is before
     assert not threads()
+
+
+def test_what_fills_the_memory_is_told_once_a_step_was_done(panel: Any) -> None:
+    """Before that a device's peak is of loading, or of trials that are undone."""
+    history = panel._session.history
+    history.add([], [reading(), reading(60 * MIB)])
+    panel._refresh()
+    assert panel._filling.html == ""
+    history.begin(1, "mine", panel._session.settings)
+    history.add([sample(1), sample(1, 1)], [reading(), reading()])
+    panel._refresh()
+    assert "Rank 0 peaks at 40.0 MiB" in panel._filling.html

@@ -87,11 +87,9 @@ def _scaled(values: Sequence[int | None], unit_bytes: int) -> Array:
 
 def _far_limits(view: View, axes: Axes) -> list[dict[str, Any]]:
     """Limits far above everything drawn, named over the bars."""
-    text = "<br>".join(
-        f"{format_bytes(limit)}<br>(drawn to {view.top / limit:.0%})" for limit in view.limits_out_of_sight
-    )
+    text = "<br>".join(map(format_bytes, view.limits_out_of_sight))
     place = {"showarrow": False, "x": 1, "y": 1, "xanchor": "right", "yanchor": "top"}
-    note = {"text": f"limit ↑<br>{text}", "xref": f"{axes.x} domain", "yref": f"{axes.y} domain", **place}
+    note = {"text": f"limit<br>{text}<br>↑ beyond this axis", "xref": f"{axes.x} domain", "yref": f"{axes.y} domain", **place}
     return [note] if text else []
 
 
