@@ -34,9 +34,7 @@ _NOTE_STYLE = f"color: var(--jp-ui-font-color2, inherit); margin: 4px 8px; {_SCR
 _WORDS_STYLE = f"margin: 0; white-space: pre-wrap; {_SCROLLS}"
 _COMMAND_STYLE = "white-space: nowrap"
 # In sentences, where a whole line is too narrow for a command, it takes several: what is out of sight is not read.
-_COMMAND_IN_WORDS_STYLE = (
-    "display: inline-block; max-width: 100%; box-sizing: border-box; white-space: pre-wrap; vertical-align: top"
-)
+_COMMAND_IN_WORDS_STYLE = "display: inline-block; max-width: 100%; box-sizing: border-box; white-space: pre-wrap"
 # The old way to copy: unlike navigator.clipboard it works on servers without https, too.
 _COPIES = (
     """onmouseover="this.title='press to copy';this.style.cursor='copy'" tabindex="0" """

@@ -307,7 +307,9 @@ def rescue(rescue: Rescue | None) -> str:
     what = {"oom": f"rank {failure.rank} ran out of memory", "diverged": "the ranks' weights differ"}.get(
         failure.kind, f"rank {failure.rank} failed"
     )
-    facts = [] if failure.kind == "diverged" else [("part of the step", failure.phase), ("module", failure.module)]
+    if failure.kind != "diverged" and failure.phase:
+        what += f" in the {failure.phase} part"
+    facts = [] if failure.kind == "diverged" else [("module", failure.module)]
     if failure.kind == "oom":
         facts += [
             ("asked for", format_bytes(failure.asked_bytes)),

@@ -105,5 +105,12 @@ def test_large_type_can_be_read_from_the_back_of_a_room(panel: PanelPage) -> Non
         assert seen(panel) == {"status": 1, "numbers": 1, "memory": 1, "knobs": 1, "charts": 1}
         sizes = page.locator(".gpumem-panel.gpumem-big").evaluate("panel => getComputedStyle(panel).fontSize")
         assert sizes == "21px"
+        buttons = page.locator(".gpumem-panel.gpumem-big button:visible").all()
+        small = [
+            one.inner_text()
+            for one in buttons
+            if one.evaluate("one => parseFloat(getComputedStyle(one).fontSize)") < 18
+        ]
+        assert not small
     finally:
         panel.notebook.evaluate("s.panel().close()")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -49,6 +50,10 @@ def drawn(view: View) -> tuple[Any, dict[str, Any]]:
     charts = Charts(view.ranks)
     charts.update(view)
     return charts.figure.data, charts.figure.to_dict()["layout"]
+
+
+def words_of(layout: dict[str, Any]) -> list[str]:
+    return [re.sub("<[^>]*>", "", note["text"]) for note in layout["annotations"]]
 
 
 def test_a_chart_of_ones_own_is_one_object_and_one_line() -> None:
@@ -110,8 +115,8 @@ def test_the_loss_on_the_validation_data_is_drawn_beside_that_of_training() -> N
     trained, validated = [trace for trace in traces if trace.name in ("loss", "validation")]
     assert (list(validated.x), list(validated.y)) == ([2, 4], [0.75, 0.5])
     assert (validated.xaxis, validated.yaxis) == (trained.xaxis, trained.yaxis)
-    assert "dots: validation" in [note["text"] for note in layout["annotations"]]
-    assert "dots: validation" not in [note["text"] for note in drawn(before)[1]["annotations"]]
+    assert "Loss, eval" in words_of(layout)
+    assert "Loss" in words_of(drawn(before)[1])
 
 
 def test_the_learning_rate_and_the_loss_scale_are_thin_lines_with_axes_of_their_own_where_they_say_something() -> None:
@@ -127,12 +132,12 @@ def test_the_learning_rate_and_the_loss_scale_are_thin_lines_with_axes_of_their_
         axes = [layout["yaxis" + line.yaxis[1:]] for line in lines]
         assert [(axis["overlaying"], axis["visible"]) for axis in axes] == [(loss.yaxis, False)] * 2
         assert len({loss.yaxis, *(line.yaxis for line in lines)}) == 3
-        return [list(line.y) for line in lines], [note["text"] for note in layout["annotations"]]
+        return [list(line.y) for line in lines], words_of(layout)
 
     assert thin()[0] == thin(learning_rate=[0.1] * 4)[0] == [[], []]
     lines, titles = thin(learning_rate=[0.1, 0.2, 0.2, 0.1], loss_scale=[1024.0, 512.0, 512.0, 512.0])
     assert lines == [[0.1, 0.2, 0.2, 0.1], [1024.0, 512.0, 512.0, 512.0]]
-    assert "thin: learning rate" in titles
+    assert "Loss, learning rate" in titles
 
 
 def test_charts_over_steps_are_zoomed_together_and_show_the_latest_steps_when_asked() -> None:
@@ -192,7 +197,7 @@ def test_no_numbers_are_made_up_before_a_step_was_done() -> None:
 def test_a_limit_far_above_the_bars_is_told_in_words_that_do_not_change_with_them() -> None:
     far = [View.of([info(0)], [reading(peak * MIB, 96 * 64 * MIB)], [[]], lambda _: None) for peak in (16, 40)]
     told = [[note["text"] for note in drawn(view)[1]["annotations"] if "limit" in note["text"]] for view in far]
-    assert told == [["limit<br>6.0 GiB<br>↑ beyond this axis"]] * 2
+    assert told == [["limit ↑<br>6.0 GiB<br>off this chart"]] * 2
 
 
 def test_what_no_page_has_drawn_is_sent_again_whole_and_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Charts of what each step did: loss, samples/s, and the time of its parts.
 
 In that of the loss thin lines are the learning rate, where it changes, and the scale of fp16's loss; hovering tells
-their values. What is seen is named beside it.
+their values. What is seen is named beside the title, in its colour.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ from .chart import Axes, Chart, Drawn, Label, Place, beside, largest_parts
 from .view import View
 
 
-def _draw_loss(view: View, axes: Axes) -> Drawn:
+def _draw_loss(view: View, _: Axes) -> Drawn:
     loss = view.series.mean_of_ranks(lambda sample: sample.loss)
     validated = [(evaluation.step, evaluation.loss) for evaluation in view.evaluations][-MOST_POINTS:]
     trained = (view.series.step, view.shown(loss))
     dots = ([step for step, _ in validated], [loss for _, loss in validated])
     thin = [(view.series.step[: line.size], line) for line in (_rate(view), _scale(view))]
-    named = {"dots: validation": bool(validated), "thin: learning rate": thin[0][1].size > 0}
-    place = {"xref": f"{axes.x} domain", "yref": f"{axes.y} domain", "x": 1, "xanchor": "right", "showarrow": False}
-    names = [name for name, there in named.items() if there]
-    notes = [{"text": "<br>".join(names), "y": 1, "yanchor": "top", "align": "right", **place}] if names else []
-    return Drawn([trained, dots, *thin], y_type="log" if view.choice.log_loss else "linear", annotations=notes)
+    return Drawn([trained, dots, *thin], y_type="log" if view.choice.log_loss else "linear")
+
+
+def _loss_title(view: View) -> str:
+    """Return the names of what is drawn, short ones where there are several: two thin columns are as wide as they are."""
+    validated = bool(view.evaluations)
+    drawn = [("eval", BLUE)] * validated
+    if _rate(view).size:
+        drawn.append(("lr" if validated else "learning rate", GREEN))
+    names = "".join(f", <span style='color:{colour}'>{name}</span>" for name, colour in drawn)
+    return f"Loss</b>{names}<b>"
 
 
 def _rate(view: View) -> Array:
@@ -47,7 +53,7 @@ def _thin(name: str, colour: str, axis: str) -> go.Scatter:
 
 
 LOSS = Chart(
-    title=lambda view: "Loss",
+    title=_loss_title,
     place=Place(row=1, column=1),
     traces=lambda view, axes: [
         go.Scatter(name="loss", mode="lines", line={"color": GREY, "width": 2}, hovertemplate="%{y:.4g}"),
