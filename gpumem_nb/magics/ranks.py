@@ -23,6 +23,7 @@ class RanksMagics(Magics):
     """Ranks: started, looked at, stopped; code and variables on them."""
 
     _latest: CellOutput | None = None
+    _started: tuple[Namespace, Session] | None = None
 
     @magic()
     @argument("n", nargs="?", type=int, help="number of ranks; by default one per visible GPU, or 2 without GPUs")
@@ -37,9 +38,15 @@ class RanksMagics(Magics):
     @argument("--threads", type=int, help="CPU threads of each rank; by default the cores are shared out")
     @argument("--timeout", type=float, default=120.0, help="seconds for the whole start")
     def hvd_start(self, args: Namespace) -> Session:
-        """Start Horovod ranks, one per GPU, and connect to them."""
+        """Start Horovod ranks, one per GPU, and connect to them; the same command again leaves them as they are."""
+        if self._started is not None:
+            same, before = self._started[0] == args, self._started[1]
+            if same and not before.ended:  # a cell that is run twice, or all cells of a notebook
+                say("The ranks that this command started are still there, and go on. For new ones: %hvd_stop first.")
+                return before
         with progress_bar("Starting ranks") as progress:
             session = start(**vars(args), progress=progress)
+        self._started = args, session
         say(session.chosen)
         return session
 

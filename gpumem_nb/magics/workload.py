@@ -125,7 +125,8 @@ class WorkloadMagics(Magics):
             display(found)
         with progress_bar("Resuming") as progress:
             resumed = resume(args.path, progress)
-        return say(resumed)
+        say(resumed)
+        return current()
 
 
 def _loaded(session: Session) -> str:

@@ -156,7 +156,7 @@ def test_saving_resuming_and_restarting_by_magic(
     assert {"flip", "load"} <= {line["kind"] for line in logged if line["type"] == "event"}
     run(shell, "%hvd_stop")
     capsys.readouterr()
-    run(shell, "%hvd_resume")  # where there are no ranks
+    assert run(shell, "%hvd_resume") is current()  # where there are no ranks
     listed = r"this notebook +digits-resnet +\d +2 [^\n]*\n(?:.*\n)*resumed .*: step (\d), "
     said = re.search(listed, capsys.readouterr().out)
     assert said
@@ -180,7 +180,7 @@ def test_saving_resuming_and_restarting_by_magic(
         ("%hvd_seed many", "whole number from 0 to 4294967295"),
         ("%hvd_load digits-resnet seed=-1", "whole number from 0 to 4294967295"),
         ("%hvd_attach model=a data=b seed=x", "whole number from 0 to 4294967295"),
-        ("%hvd_load nothing", "There is no workload 'nothing'"),
+        ("%hvd_load nothing", "There is no workload 'nothing', nor a variable of that name"),
         ("%hvd_load", "required: name"),
         ("%hvd_attach model=a", "data= is missing"),
         ("%hvd_attach modle=a data=b", "cannot be attached"),
