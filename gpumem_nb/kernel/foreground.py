@@ -383,10 +383,10 @@ class InterruptTracker:
         waiting = busy()
         state = "The ranks are ready."
         if waiting:
-            verb = "has" if len(waiting) == 1 else "have"
+            have, they, stop = ("has", "it", "stops") if len(waiting) == 1 else ("have", "they", "stop")
             state = (
-                f"{name_ranks(waiting).capitalize()} {verb} not stopped yet: busy in code that cannot be interrupted, "
-                "stopped, or waiting for another rank."
+                f"{name_ranks(waiting).capitalize()} {have} not stopped yet: {they} {stop} when the code that cannot be "
+                f"interrupted ends, and %hvd_status shows whether {they} did; a rank that waits for another does not."
             )
         return Interrupted(
             f"Interrupted{' twice' * again}. {state} To end the ranks, start them again and restore the training: "

@@ -16,7 +16,7 @@ from gpumem_nb.kernel.foreground import Foreground, InterruptTracker
     [
         (True, False, "stopped what they were doing and are ready"),
         (True, True, "had come to the end of it by then"),
-        (False, False, "Rank 1 has not stopped yet"),
+        (False, False, "Rank 1 has not stopped yet: it stops when the code that cannot be interrupted ends"),
     ],
 )
 def test_what_came_of_it_is_told(stopped: bool, done: bool, said: str) -> None:
