@@ -21,7 +21,6 @@ from .prediction import FITS, NO_LIMIT, Prediction
 
 _FIXED, _UNKNOWN = "fixed by the data", "not known"
 _NOTHING = "nothing tried"
-_ESTIMATED = "The memory of {}, or what CUDA takes of it, is an estimate; the verdict allows for its error."
 _HELD = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
 
 
@@ -104,7 +103,13 @@ class ColdPredictions(Report):
         said = [f"{gpu}: {self._instead(gpu)}." for gpu in self.by_gpu if self._is_short(gpu)]
         said += [f"Largest batch of {', '.join(those)} not known: {why}" for why, those in gpus.items()]
         said += [f"{why}." for why in self.notes.values()]
-        return said + [_ESTIMATED.format(", ".join(self.estimated))] * bool(self.estimated)
+        if self.estimated:
+            error = max(gpu_table.find(gpu).beside(self.ranks)[1] for gpu in self.estimated)
+            said.append(
+                f"The memory of {', '.join(self.estimated)}, or what CUDA takes of it, was not measured: the upper end of "
+                f"95 % has up to {format_bytes(error)} more for that, much for a small model. The verdict allows for it."
+            )
+        return said
 
     def _is_short(self, gpu: str) -> bool:
         return self.by_gpu[gpu].verdict not in (FITS, NO_LIMIT)

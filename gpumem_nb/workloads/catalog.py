@@ -192,7 +192,10 @@ CATALOG: dict[str, Entry] = {
 def find(name: str) -> Entry:
     """Return the entry called ``name``, or ``InvalidInput`` naming the nearest one."""
     if name not in CATALOG:
-        raise InvalidInput(f"There is no workload {name!r}: {nearest(str(name), CATALOG)}.")
+        raise InvalidInput(
+            f"There is no workload {name!r}, nor a variable of that name that holds a Workload: "
+            f"{nearest(str(name), CATALOG)}."
+        )
     return CATALOG[name]
 
 

@@ -137,8 +137,10 @@ def test_one_gpu_is_a_table_in_a_cell_and_says_that_it_has_no_bf16() -> None:
     assert "Old has no bf16 (compute capability 7.5, it came with 8.0): there 16 bits are fp16." in str(found)
     new = str(table("New", batch_size=1, optimizer="sgd", learning_rate=0.5))
     assert "no bf16" not in new
-    assert "estimate" not in new
-    assert "The memory of T4-16GB, or what CUDA takes of it, is an estimate" in str(table("T4-16GB", batch_size=1))
+    assert "not measured" not in new
+    estimated = str(table("T4-16GB", batch_size=1))
+    assert "The memory of T4-16GB, or what CUDA takes of it, was not measured: the upper end of 95 % has up to" in estimated
+    assert "to 500.0 MiB more" in estimated
     assert new.startswith("Which GPU fits batch_size=1 optimizer=sgd?\n")  # and nothing that memory does not hang on
 
 
