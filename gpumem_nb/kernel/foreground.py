@@ -385,8 +385,8 @@ class InterruptTracker:
         if waiting:
             have, they, stop = ("has", "it", "stops") if len(waiting) == 1 else ("have", "they", "stop")
             state = (
-                f"{name_ranks(waiting).capitalize()} {have} not stopped yet: {they} {stop} when the code that cannot be "
-                f"interrupted ends, and %hvd_status shows whether {they} did; a rank that waits for another does not."
+                f"{name_ranks(waiting).capitalize()} {have} not stopped yet: {they} {stop} when the code that cannot "
+                f"be interrupted ends, and %hvd_status shows whether {they} did; a rank that waits for another does not."
             )
         return Interrupted(
             f"Interrupted{' twice' * again}. {state} To end the ranks, start them again and restore the training: "

@@ -83,7 +83,9 @@ class Table:
             for name, style in self._cells(self.headings, scrolls)
         )
         lines = [
-            "".join(f"<td style='{style}'>{marked(cell, _COMMAND_STYLE)}</td>" for cell, style in self._cells(row, scrolls))
+            "".join(
+                f"<td style='{style}'>{marked(cell, _COMMAND_STYLE)}</td>" for cell, style in self._cells(row, scrolls)
+            )
             for row in self.rows
         ]
         body = "".join(f"<tr>{line}</tr>" for line in lines)

@@ -57,7 +57,8 @@ BROKEN = """() => {
             if (lines(range) === 1 && !code.closest('table') &&
                 code.getBoundingClientRect().right > output.getBoundingClientRect().right + 1)
                 broken.push(`out of sight: ${code.textContent}`);
-            if (lines(range) > 1 && code.parentElement.clientWidth > widthOnOneLine(code)) broken.push(code.textContent);
+            if (lines(range) > 1 && code.parentElement.clientWidth > widthOnOneLine(code))
+                broken.push(code.textContent);
         }
     }
     return broken;

@@ -89,8 +89,8 @@ def _far_limits(view: View, axes: Axes) -> list[dict[str, Any]]:
     """Limits far above everything drawn, named over the bars."""
     text = "<br>".join(map(format_bytes, view.limits_out_of_sight))
     place = {"showarrow": False, "x": 1, "y": 1, "xanchor": "right", "yanchor": "top"}
-    note = {"text": f"limit ↑<br>{text}<br>off this chart", "xref": f"{axes.x} domain", "yref": f"{axes.y} domain", **place}
-    return [note] if text else []
+    words = f"limit ↑<br>{text}<br>off this chart"
+    return [{"text": words, "xref": f"{axes.x} domain", "yref": f"{axes.y} domain", **place}] if text else []
 
 
 VRAM = Chart(

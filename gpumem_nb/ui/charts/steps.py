@@ -26,7 +26,7 @@ def _draw_loss(view: View, _: Axes) -> Drawn:
 
 
 def _loss_title(view: View) -> str:
-    """Return the names of what is drawn, short ones where there are several: two thin columns are as wide as they are."""
+    """Return the names of what is drawn, short ones where there are several: beside a notebook there is little room."""
     validated = bool(view.evaluations)
     drawn = [("eval", BLUE)] * validated
     if _rate(view).size:
