@@ -386,7 +386,7 @@ class InterruptTracker:
             have, they, stop = ("has", "it", "stops") if len(waiting) == 1 else ("have", "they", "stop")
             state = (
                 f"{name_ranks(waiting).capitalize()} {have} not stopped yet: {they} {stop} when the code that cannot "
-                f"be interrupted ends, and %hvd_status shows whether {they} did; a rank that waits for another does not."
+                f"be interrupted ends (%hvd_status shows whether {they} did); a rank that waits for another does not."
             )
         return Interrupted(
             f"Interrupted{' twice' * again}. {state} To end the ranks, start them again and restore the training: "

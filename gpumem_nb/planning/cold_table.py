@@ -107,8 +107,7 @@ class ColdPredictions(Report):
             error = max(gpu_table.find(gpu).beside(self.ranks)[1] for gpu in self.estimated)
             said.append(
                 f"The memory of {', '.join(self.estimated)}, or what CUDA takes of it, was not measured: the upper end "
-                f"of 95 % has up to {format_bytes(error)} more for that, much for a small model. The verdict allows for "
-                "it."
+                f"of 95 % has up to {format_bytes(error)} more for that, much for a small model. Verdicts allow for it."
             )
         return said
 
