@@ -17,16 +17,42 @@ views after it hear nothing any more. So each view's listeners go with it.
 A figure is no place for two threads: copying its parts fails when another adds to them, and while what a page has sent
 is taken in, no update is sent. A lock keeps the panel's thread, cells, and the page's messages apart; none waits for
 a page while they hold it. What a figure is called in words, for the text beside a widget, would be a copy, too.
+
+plotly imports nbformat, and with it jsonschema's grammars: most of what the import of a panel takes. All that it asks
+of it is its version, when ``show()`` is called, so it is given that alone.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
 import traitlets
-from plotly import graph_objects as go
+from _plotly_utils import optional_imports  # type: ignore[import-untyped]
+
+
+@contextmanager
+def _without_nbformat() -> Iterator[None]:
+    if "nbformat" in sys.modules or "plotly.io" in sys.modules:
+        yield
+        return
+    optional_imports._not_importable.add("nbformat")
+    yield
+    optional_imports._not_importable.discard("nbformat")
+    shows: Any = sys.modules["plotly.io._renderers"]
+    with suppress(PackageNotFoundError):
+        shows.nbformat = SimpleNamespace(__version__=version("nbformat"))
+
+
+with _without_nbformat():
+    from plotly import graph_objects as go
+
+    FigureWidget: Any = go.FigureWidget  # plotly imports it when it is asked for
 
 CHECKED_WITH = ("7.1.0",)
 _LOADER = """
@@ -56,11 +82,11 @@ export default () => {
 """
 
 
-class LiveFigure(go.FigureWidget):  # type: ignore[misc]
+class LiveFigure(FigureWidget):  # type: ignore[misc]
     """A figure that a slow page draws, too, and that a reloaded page shows as it is now and not as it was at first."""
 
     _esm = _LOADER
-    _bundle = traitlets.Unicode(str(go.FigureWidget._esm)).tag(sync=True)
+    _bundle = traitlets.Unicode(str(FigureWidget._esm)).tag(sync=True)
     _complete = False
 
     def __init__(self, **parts: Any) -> None:

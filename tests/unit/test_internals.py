@@ -331,6 +331,18 @@ def figure() -> None:
     must(figure.acknowledged, "a page has said that it drew it")
 
 
+@checks("plotly", "the version of nbformat, which is all that showing a figure asks of it")
+def nbformat_alone() -> None:
+    code = """if True:
+        import sys, gpumem_nb.ui.panel, plotly.io
+        print('jsonschema' in sys.modules)
+        plotly.io.renderers.default = 'plotly_mimetype'
+        plotly.graph_objects.Figure().show()"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    must(told.startswith("False"), "the panel brings jsonschema, whose import takes as long as all others")
+    must("application/vnd.plotly" in told, "a figure cannot be shown")
+
+
 @pytest.mark.parametrize(
     ("package", "what", "check"), CHECKS, ids=[f"{package}: {what}" for package, what, _ in CHECKS]
 )
