@@ -18,6 +18,18 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 CHECKED_WITH = ("2.13.0",)  # of torch
 
 
+class LookingMode(TorchDispatchMode):
+    """A mode that looks at operators, under which functions that torch.compile made are called as such.
+
+    Under others torch calls the functions that they were made of, which give other bits and take other memory.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that."""
+        return True
+
+
 def count_modes() -> int:
     """Return how many dispatch modes are active on this thread."""
     return len(_get_current_dispatch_mode_stack())

@@ -24,6 +24,23 @@ from gpumem_nb.ui import wording
 STEPS = 50
 
 
+def test_a_function_that_torch_compiled_is_called_as_one_while_it_is_looked_who_makes_tensors() -> None:
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(len(args))
+            return graph.forward(*args)
+
+        return run
+
+    function = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    with Births(torch.device("cpu")) as births:
+        function(torch.ones(3))
+    assert len(calls) == 1
+    assert births.births
+
+
 class Thing:
     """Somebody's own object."""
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from ...internals.fake_internals import in_fake_mode
-from ...internals.torch_dispatch_internals import TorchDispatchMode, arguments, writes, written
+from ...internals.torch_dispatch_internals import LookingMode, arguments, writes, written
 from ...internals.torch_internals import address
 from ...memory.tensors import storage_of, tensors_in
 from ..random_state import RandomState
@@ -85,7 +85,7 @@ class Results:
             mine.can_be_kept &= result.can_be_kept and mine.finished_by == result.finished_by
 
 
-class Counting(TorchDispatchMode):
+class Counting(LookingMode):
     """Sees the operators of one run of a block, and gives each its number."""
 
     supports_higher_order_operators = True
@@ -93,11 +93,6 @@ class Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._calls: Counter[str] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return that a function that torch.compile made is called as one, which gives other bits than its parts."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operator."""

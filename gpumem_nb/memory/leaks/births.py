@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...internals.torch_dispatch_internals import TorchDispatchMode
+from ...internals.torch_dispatch_internals import LookingMode
 from ...internals.torch_internals import FILES_AROUND_MODES, address
 from ..tensors import storage_of, tensors_in
 
@@ -67,7 +67,7 @@ class Birth:
         return f"{where}:{self._line}{function}"
 
 
-class Births(TorchDispatchMode):
+class Births(LookingMode):
     """Notes every storage that an operator makes on the device; reading operators changes nothing about them.
 
     Attributes:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...internals.torch_dispatch_internals import TorchDispatchMode
+from ...internals.torch_dispatch_internals import LookingMode
 from ...internals.torch_internals import address
 from ...shared.allocator_settings import DEFAULT, AllocatorSettings
 from ..tensors import PLAIN, storage_of, tensors_in
@@ -224,7 +224,7 @@ def new_number() -> int:
     return next(_numbers)
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(LookingMode):
     """Shows every operator's tensors to a log."""
 
     def __init__(self, log: TensorLog) -> None:
