@@ -224,6 +224,12 @@ def checkpointed(names: Sequence[str], norms: bool, length: int) -> Iterator[str
         yield "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
 
 
+def compiled(names: Sequence[str]) -> Iterator[str]:
+    """Lines that compile these modules of ``model``, once for batches of all sizes, with the same random numbers."""
+    yield f"for block in {_which(names)}:"
+    yield '    block.forward = torch.compile(block.forward, dynamic=True, options={"fallback_random": True})'
+
+
 def in_parts(head: str) -> Iterator[str]:
     """Lines that have the logits of this module of ``model`` in parts."""
     yield f"head = {_module(head)}"

@@ -112,6 +112,11 @@ def _own(settings: Settings, facts: Facts, ddp: bool) -> Iterator[str]:
             f"checkpointing={settings.checkpointing} recomputes a block that is not part of the model, which a script "
             "does not find. Make it part of the model, or set checkpointing=none first."
         )
+    if settings.compile != "off" and not all(facts.blocks):
+        yield (
+            "compile=blocks compiles a block that is not part of the model, which a script does not find. Make it part "
+            "of the model, or set compile=off first."
+        )
     if settings.loss_head == "chunked" and not facts.head:
         yield (
             "loss_head=chunked computes the loss from a layer that is not part of the model, which a script does not "

@@ -10,7 +10,7 @@ from ..shared.knobs.communication import VARIABLES
 from ..shared.knobs.step import checkpointing_of
 from ..shared.settings import OWN
 from .imports import check_code, check_names, own_modules
-from .lines import DTYPES, Batches, checkpointed, in_parts, of_muon, segment_length, selective, wrapped
+from .lines import DTYPES, Batches, checkpointed, compiled, in_parts, of_muon, segment_length, selective, wrapped
 from .order import MAKERS, PREPARED, ROLES, Order, quoted
 from .templating import as_on_ranks, render
 
@@ -310,15 +310,18 @@ class Values:
     def _prepared(self) -> Iterator[str]:
         if self._settings.loss_head == "chunked":
             yield from in_parts(self._facts.head)
-        if self._checkpointing == "selective" or (self._own and self._checkpointing != "none"):
-            if self._facts.cache:
-                yield "for module in model.modules():"
-                yield '    if getattr(getattr(module, "config", None), "use_cache", False):'
-                yield "        module.config.use_cache = False  # of generation: recomputation would add to it again"
-            if self._checkpointing == "selective":
-                yield from selective(self._facts.blocks, self._facts.norms, self._facts.kept)
-            else:
-                yield from checkpointed(self._facts.blocks, self._facts.norms, self._together())
+        compiles = self._settings.compile == "blocks"
+        recomputes = self._own and self._checkpointing not in ("none", "selective")
+        if self._facts.cache and (compiles or recomputes or self._checkpointing == "selective"):
+            yield "for module in model.modules():"
+            yield '    if getattr(getattr(module, "config", None), "use_cache", False):'
+            yield "        module.config.use_cache = False  # of generation: recomputation would add to it again"
+        if compiles:
+            yield from compiled(self._facts.blocks)
+        if self._checkpointing == "selective":
+            yield from selective(self._facts.blocks, self._facts.norms, self._facts.kept)
+        elif recomputes:
+            yield from checkpointed(self._facts.blocks, self._facts.norms, self._together())
 
     def _together(self) -> int:
         """Return how many blocks of the user's own model are recomputed together."""

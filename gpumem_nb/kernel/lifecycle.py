@@ -17,6 +17,7 @@ from ..shared import snapshot_folder
 from ..shared.answers import Progress
 from ..shared.errors import ClusterDied, Interrupted, InvalidInput, StateFileError, nearest
 from ..shared.knobs import KNOBS
+from ..shared.knobs.step import COMPILED
 from ..shared.settings import Settings
 from . import compatibility, starting
 from .cluster import Cluster
@@ -193,7 +194,15 @@ class Lifecycle:
             start_seconds=dict(self.ranks.seconds),
             others=tuple(starting.others(self.plan.device)),
             straggler=time.straggler if time else None,
+            compiled=self._compiled,
         )
+
+    @property
+    def _compiled(self) -> str:
+        """Return what a rank has said of compiling blocks that are in use."""
+        in_use = self.training.settings.compile != "off"
+        said = [event.text for event in list(self.history.events) if in_use and COMPILED in event.text]
+        return said[-1] if said else ""
 
     @property
     def doing(self) -> str:

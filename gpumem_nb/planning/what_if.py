@@ -24,11 +24,11 @@ UNMOVED = 0.005  # of the live peak: what changes it by less says nothing about 
 def single_flips(settings: Settings, workload: WorkloadInfo) -> Iterator[tuple[str, Settings]]:
     """Yield each knob that moves memory, with the settings for each other value that the workload allows.
 
-    Of numbers, half and twice what they are.
+    Of numbers, half and twice what they are. What is asked alone is left out.
     """
     for name, knob in KNOBS.items():
         idle = not knob.moves or (knob.acts and not knob.acts(settings))
-        if idle or (name == "batch_size" and workload.data.batched):
+        if idle or knob.asked_alone or (name == "batch_size" and workload.data.batched):
             continue
         now = getattr(settings, name)
         values: Sequence[Any] = knob.choices

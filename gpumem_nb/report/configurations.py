@@ -97,7 +97,7 @@ class Tried:
         if self._settled:  # a step that was under way for long; its speed is known
             return
         rate = sum(sample.samples_per_s for sample in samples)
-        if not any(sample.first for sample in samples):
+        if not any(sample.prepares for sample in samples):
             times = [one.times for one in samples if one.times]
             self.throughputs.append(rate)
             self.with_cores.append(with_a_core(rate, max((one.starved_share or 0.0 for one in times), default=0.0)))

@@ -152,7 +152,7 @@ def measured_by(samples: Sequence[Sample], peak_bytes: int | None = None) -> str
     """
     rates: dict[int, float] = defaultdict(float)
     for sample in samples:
-        if not sample.first:
+        if not sample.prepares:
             rates[sample.step] += sample.samples_per_s
     losses = [one.loss for one in samples if one.step == samples[-1].step and one.loss is not None]
     speed = Speed.of(list(rates.values()))

@@ -101,13 +101,20 @@ def judged(samples: Sequence[Sample], since_step: int) -> list[Sample]:
         if len(found) == STEPS_JUDGED + WARM_UP_STEPS:
             break
     found.reverse()
-    return found[WARM_UP_STEPS:] or [sample for sample in found if not sample.first] or found
+    return found[WARM_UP_STEPS:] or [sample for sample in found if not sample.prepares] or found
 
 
 def of_first_step(samples: Iterable[Sample]) -> str:
     """Return a sentence on a first step that took noticeably longer, or that is the only one; else empty."""
     done = [sample for sample in samples if sample.done]
-    firsts, others = ([sample for sample in done if sample.first == first] for first in (True, False))
+    firsts = [sample for sample in done if sample.first]
+    others = [sample for sample in done if not sample.prepares]
+    compiling = max(done, key=lambda sample: sample.compile_s, default=None)
+    if compiling and compiling.compile_s:
+        return (
+            f"Step {compiling.step} took {compiling.step_s:.1f} s, of which compile=blocks compiled for "
+            f"{compiling.compile_s:.1f} s. It counts in no samples/s."
+        )
     if not firsts:
         return ""
     took_s, why = max(sample.step_s for sample in firsts), "kernels are loaded and memory is allocated in it"

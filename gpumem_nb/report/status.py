@@ -30,6 +30,7 @@ class Status(Report):
     start_seconds: Mapping[str, float]
     others: tuple[str, ...] = ()
     straggler: Straggler | None = None
+    compiled: str = ""
 
     def to_json(self) -> str:
         """Return the same as JSON, for programs."""
@@ -61,6 +62,7 @@ class Status(Report):
                 f"{w.blocks} block{'s' * (w.blocks != 1)}"
             )
         lines.append(f"settings: {self.settings.in_short}")
+        lines += [self.compiled] if self.compiled else []
         if self.workload:
             lines += [self.snapshots, self.ledger]
         if self.straggler:

@@ -129,7 +129,7 @@ class Sample:
     for the steps in which it was measured. ``times`` are those of its parts; not there for what was tried out.
     ``compression_error`` is the share of the rank's gradients (by their 2-norms) that compression took, in the
     steps in which it was measured. ``first``: no step of what is loaded was done on the rank before. Kernels are loaded
-    and memory is allocated in it, so it says nothing of throughput.
+    and memory is allocated in it, so it says nothing of throughput. ``compile_s``: how long blocks were compiled in it.
     """
 
     rank: int
@@ -153,6 +153,12 @@ class Sample:
     times: StepTimes | None = None
     compression_error: float | None = None
     first: bool = False
+    compile_s: float = 0.0
+
+    @property
+    def prepares(self) -> bool:
+        """Return whether it did what later steps find done, so that it says nothing of throughput."""
+        return self.first or self.compile_s > 0
 
     @property
     def reduction_s(self) -> float | None:

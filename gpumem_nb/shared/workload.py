@@ -115,13 +115,15 @@ class Handles:
 
     ``blocks``: how many blocks can be checkpointed. ``logits``: whether its last linear layer has more classes than
     features, so that logits are large. ``matrices``: whether it trains hidden matrices, for which Muon is made.
-    ``shards``: whether ranks can share the optimizer's state.
+    ``shards``: whether ranks can share the optimizer's state. ``compiles``: whether its blocks can be compiled, and
+    there is time to try that.
     """
 
     blocks: int = 0
     logits: bool = False
     matrices: bool = False
     shards: bool = False
+    compiles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,8 @@ class WorkloadInfo:
     ``batch_norm``: whether the model takes statistics from micro-batches.
     ``trained_before``: steps that its weights were trained for before it was attached. ``adopted``: what was taken of a
     trainer that was attached. ``blocks``, ``logits`` and ``matrices``: see :class:`Handles`. ``why_whole`` is why ranks
-    cannot share any optimizer's state; empty where they can, ``None`` where that is not known.
+    cannot share any optimizer's state; empty where they can, ``None`` where that is not known. ``why_uncompiled`` says
+    the same of compiling its blocks.
     """
 
     name: str
@@ -157,6 +160,7 @@ class WorkloadInfo:
     logits: bool = False
     matrices: bool = False
     why_whole: str | None = None
+    why_uncompiled: str | None = None
 
     @property
     def handles(self) -> Handles:

@@ -140,7 +140,7 @@ class KnobTip:
                 rows.append(wording.present(text, means, present))
                 continue
             flip = now.replace(**{name: value}) if value not in flips else flips[value]
-            why_not = "" if knob.moves else "-"
+            why_not = knob.asked_alone if knob.moves else "-"
             why_not = why_not or answers.failed.get((FLIP, flip), ("", None))[0]
             rows.append(wording.flip(text, means, self._from_here(flip), present, why_not, flip.mathematics(now)))
         if name == "batch_size" and now in answers.largest:

@@ -193,6 +193,13 @@ def test_several_ranks_may_share_the_optimizers_state_and_one_may_not() -> None:
     assert not any(one.shard_optimizer == "on" for one in lighter(1))
 
 
+def test_what_compiled_blocks_need_is_not_said_without_ranks() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"compile=blocks cannot be said without a session.*or ask about compile=off"
+    ):
+        gm.predict("text-gpt", gpu="T4-16GB", compile="blocks")
+
+
 def test_weights_travel_without_their_values_and_tied_ones_stay_tied() -> None:
     model: Any = tower()
     model[1].up.weight = model[0].up.weight

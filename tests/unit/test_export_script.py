@@ -108,6 +108,14 @@ def test_what_is_left_out_in_some_steps_is_looked_for_in_each() -> None:
     assert "find_unused_parameters" not in written(Settings(), absent=("extra.weight",))
 
 
+def test_blocks_are_compiled_before_they_are_checkpointed() -> None:
+    settings = Settings(compile="blocks", checkpointing="blocks")
+    text = written(settings, blocks=("layers.0", "layers.1"), cache=True)
+    compiled = text.index("block.forward = torch.compile(block.forward, dynamic=True")
+    assert text.index("use_cache = False") < compiled < text.index("functools.partial(checkpoint, block.forward")
+    assert "torch.compile" not in written(settings.replace(compile="off"), blocks=("layers.0", "layers.1"))
+
+
 def test_distributed_data_parallel_sees_the_loss_where_logits_come_in_parts() -> None:
     facts: dict[str, Any] = {"head": "head", "sometimes": ("extra.weight",)}
     assert "ddp(batch)" in written(Settings(loss_head="chunked"), **facts)

@@ -165,6 +165,16 @@ def test_a_knob_that_moves_no_memory_is_explained_without_questions(session: Ses
     assert session.asked == []
 
 
+def test_what_must_be_compiled_first_is_not_asked_by_itself_and_shown_once_it_was(
+    session: Session, tip: KnobTip
+) -> None:
+    tip.explain("compile")
+    assert "known only once it is compiled: %hvd_predict compile=blocks" in look(tip)
+    assert not session.asked
+    session.predict(compile="blocks")
+    assert "known only once" not in look(tip)
+
+
 def test_an_answer_from_before_a_flip_is_not_kept(session: Session, tip: KnobTip) -> None:
     before = session.settings
     tip.explain("batch_size")

@@ -129,3 +129,15 @@ def test_the_rank_that_waits_least_is_named_if_the_others_wait_much_longer() -> 
     assert waiting(0.1, None) is None, "GPUs do not say"
     assert waiting(0.1) is None, "nobody waits for a single rank"
     assert waiting() is None
+
+
+def test_a_step_in_which_blocks_were_compiled_is_told_and_counts_in_no_throughput() -> None:
+    steps = [
+        sample(step, 0, step_s=31.2 if step == 4 else 0.4, compile_s=30.9 if step == 4 else 0.0) for step in (3, 4)
+    ]
+    assert of_first_step(steps) == (
+        "Step 4 took 31.2 s, of which compile=blocks compiled for 30.9 s. It counts in no samples/s."
+    )
+    tried = Tried(1, "w", Settings())
+    tried.add(steps[1:])
+    assert tried.samples_per_s is None

@@ -286,6 +286,15 @@ def test_shares_of_the_state_are_chosen_from_where_that_is_asked_for_and_there_a
         space_of(Settings(), WORKLOAD, knobs=["shard_optimizer"])
 
 
+def test_blocks_are_compiled_where_that_is_asked_for_and_can_be() -> None:
+    able = replace(WORKLOAD, why_uncompiled="")
+    assert {one.compile for one in space_of(Settings(), able).candidates} == {"off"}
+    named = space_of(Settings(), able, knobs=["compile", "checkpointing"])
+    assert {(one.compile, one.checkpointing) for one in named.candidates} >= {("blocks", "none"), ("blocks", "sqrt")}
+    with pytest.raises(InvalidInput, match=r"compile has no other value.*blocks cannot be compiled here"):
+        space_of(Settings(), replace(WORKLOAD, why_uncompiled="no compiler"), knobs=["compile"])
+
+
 def test_logits_in_parts_are_chosen_from_where_that_is_asked_for_and_there_are_some() -> None:
     language = replace(WORKLOAD, logits=True)
     assert {one.loss_head for one in space_of(Settings(), language).candidates} == {"full"}

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
-from gpumem_nb.internals import torch_dispatch_internals, torch_foreach_internals, torch_internals
+from gpumem_nb.internals import (
+    torch_compile_internals,
+    torch_dispatch_internals,
+    torch_foreach_internals,
+    torch_internals,
+)
 from tests.unit.private_parts import checks, must
 
 
@@ -126,6 +131,24 @@ def compiled_modules() -> None:
         must(torch_internals.is_compiled(module), "a compiled module is not known")  # type: ignore[arg-type]
     wrapped: Any = torch.compile(compiled, backend="eager")
     must(torch_internals.uncompiled(wrapped) is compiled, "what was compiled lies elsewhere")
+
+
+@checks("torch", "torch._dynamo.callback_handler, its counters, and the limit of compilations")
+def compilations() -> None:
+    told = list[torch_compile_internals.Compilation]()
+    function = torch_compile_internals.compiled(lambda x, word: x * len(word), "eager")
+    with torch_compile_internals.listened(told.append, 2):
+        for size, word in ((3, "a"), (4, "a"), (4, "bb")):
+            function(torch.ones(size), word)
+        seen = [(one.again, one.graphs, one.breaks) for one in told]
+        must(seen == [(False, 1, 0), (True, 1, 0)], f"of two compilations it is told {told}")
+        try:
+            function(torch.ones(4), "ccc")
+        except torch_compile_internals.TOO_OFTEN:
+            told.clear()
+    must(not told, "a third compilation is none too many")
+    function(torch.ones(4), "ccc")
+    must(not told, "compilations are told of afterwards")
 
 
 @checks("torch", "_schedulers of ChainedScheduler, and torch.utils.data._utils.signal_handling")

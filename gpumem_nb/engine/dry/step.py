@@ -20,7 +20,7 @@ from ...memory.tensors import tensors_in
 from ...shared.categories import COMMUNICATION, INPUTS
 from ...shared.errors import InvalidInput, WorkloadError, text_of
 from ...shared.forecast import Kernels
-from ...shared.knobs.step import has_narrow_weights
+from ...shared.knobs.step import UNCOMPILED, has_narrow_weights
 from ...shared.knobs.update import ONE_RANK, brings_none
 from ...shared.settings import Settings
 from ...shared.units import DEFAULT_SEED
@@ -90,6 +90,8 @@ class DryStep:
             for part in self._parts.named.values():
                 check_tensors(part)
             self._optimizer = self._built()
+            if settings.compile != "off":
+                raise InvalidInput(UNCOMPILED)
             if ranks == 1 and settings.shard_optimizer == "on":
                 raise InvalidInput(ONE_RANK)
             sharing = Sharing(ranks)

@@ -97,7 +97,7 @@ def join_again(count: int | None = None) -> set[int]:
 def waiting() -> Waiting | None:
     """Return the collective that the main thread waits in right now."""
     now = _waiting
-    return None if now is None else Waiting(now[0], time.monotonic() - now[1])
+    return None if now is None else Waiting(now[0], max(0.0, time.monotonic() - now[1]))
 
 
 def separated() -> bool:
@@ -211,8 +211,8 @@ def _unnamed(start: Callable[..., int], kind: str) -> Callable[..., int]:
 def _watched(wait: Callable[[int], None], done: Callable[[int], int]) -> Callable[[int], None]:
     def wait_and_watch(handle: int) -> None:
         global _waiting
-        what = _names.pop(handle, "collective")
-        _waiting = (what, time.monotonic())
+        what, link = _names.pop(handle, "collective"), here()
+        _waiting, link.others_late_s = (what, time.monotonic() + link.others_late_s), 0.0
         try:
             with _noticing(what):
                 _pause_until(done, handle)

@@ -51,6 +51,7 @@ class Communicator(ABC):
         size: how many ranks are joined.
         local_rank: the number of this rank on its host.
         local_size: how many of them are on this host.
+        others_late_s: so much later than this rank the others may come to what it waits for next: that is no stall.
         on_host: whether gradients of a GPU are carried to the host, so a rank without memory on it may send others.
     """
 
@@ -59,6 +60,7 @@ class Communicator(ABC):
     local_rank: int
     local_size: int
     on_host = False
+    others_late_s = 0.0
 
     def __init__(self) -> None:
         # Made ahead of time: a rank without any memory left can vote, whatever torch's defaults are by then.

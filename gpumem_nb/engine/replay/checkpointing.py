@@ -104,7 +104,7 @@ class Checkpointing:
         self._states = [BlockState(block) for block in blocks]
         self._hooks = [self._hooks_of(index, state) for index, state in enumerate(self._states)]
         self._handles: list[RemovableHandle] = []  # of the hooks that are on the model now
-        self._configs = _generation_configs(model)
+        self._configs = generation_configs(model)
         self._caching: list[Any] = []  # of these configurations, those that cache when checkpointing is taken off
         self.put_on()
 
@@ -116,10 +116,7 @@ class Checkpointing:
                 block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
                 block.register_forward_hook(leave, with_kwargs=True, always_call=True),
             ]
-        for config in (config for config in self._configs if config.use_cache):
-            with suppress(AttributeError):  # one that is frozen
-                config.use_cache = False
-                self._caching.append(config)
+        self._caching += switched_off(self._configs)
 
     def take_off(self) -> None:
         """Leave the model as it was. A graph that was made before can still be run backward."""
@@ -253,7 +250,17 @@ def _refuse_what_is_compiled_around(model: nn.Module, blocks: list[nn.Module]) -
             )
 
 
-def _generation_configs(model: nn.Module) -> list[Any]:
+def switched_off(configs: list[Any]) -> list[Any]:
+    """Switch these caches off; returns the configurations of those that were on."""
+    found = []
+    for config in (config for config in configs if config.use_cache):
+        with suppress(AttributeError):  # one that is frozen
+            config.use_cache = False
+            found.append(config)
+    return found
+
+
+def generation_configs(model: nn.Module) -> list[Any]:
     """Configurations by which Hugging Face models cache keys and values even in training; a replay would append.
 
     The decoder of an encoder-decoder has a configuration of its own.

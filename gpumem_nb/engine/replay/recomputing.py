@@ -1,4 +1,4 @@
-"""What of forward is not kept on the device for backward, as knobs say: it is computed again, or waits elsewhere."""
+"""What knobs put around a model's forward: blocks and logits are computed again, results wait elsewhere, code is compiled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from torch import nn
 
 from ...memory.host_pool import HostPool
 from ...memory.tensors import tensors_in
+from ...shared.errors import WorkloadError
 from ...shared.knobs.step import checkpointing_of
 from ...shared.settings import Settings
 from ...shared.workload import Workload
 from .checkpointing import Checkpointing, find_blocks
+from .compiling import Compiled, why_not
 from .loss_head import ChunkedHead, find_head, is_wide
 from .offload import Offload
 from .operators import Kept
@@ -36,6 +38,8 @@ class Recomputing:
         self._selection = Selection()
         self._chunked: ChunkedHead | None = None
         self._offload: Offload | None = None
+        self._compiled: Compiled | None = None
+        self._compiles = False
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -116,6 +120,49 @@ class Recomputing:
         """Return the host memory in which activations wait; ``None`` while they stay on the device."""
         return self._offload.pool if self._offload else None
 
+    def set_compile(self, how: str) -> None:
+        """Have forward of blocks compiled, or plain; blocks that came into the model since the last time are found.
+
+        What was compiled is kept until :meth:`settled`, for settings that are tried.
+
+        Raises:
+            WorkloadError: they cannot be compiled; they are plain then.
+        """
+        self._compiles = False
+        if how == "off":
+            return
+        blocks = self.blocks
+        if reason := why_not(self._model, blocks, on_gpu=any(one.is_cuda for one in self._model.parameters())):
+            raise WorkloadError(reason)
+        if self._compiled is None or list(map(id, self._compiled.blocks)) != list(map(id, blocks)):
+            self._compiled = Compiled(self._model, blocks)
+        self._compiles = True
+
+    def meet_new(self, settings: Settings) -> None:
+        """Find what came into the model meanwhile; raises ``WorkloadError`` as the three do."""
+        self.set_checkpointing(settings)
+        self.set_loss_head(settings.loss_head)
+        self.set_compile(settings.compile)
+
+    def settled(self, only_tried: bool = False) -> None:
+        """Training goes on under the settings that were set last, unless they are tried and left again."""
+        if not self._compiles and not only_tried:
+            self._compiled = None
+
+    @property
+    def compiled(self) -> Compiled | None:
+        """Return the compiled blocks, where they are in use."""
+        return self._compiled if self._compiles else None
+
+    @property
+    def compiled_s(self) -> float:
+        """Return how long these were compiled so far, in seconds."""
+        return self.compiled.seconds if self.compiled else 0.0
+
+    def told(self) -> tuple[str, ...]:
+        """Return what there is to say once of a step that was done."""
+        return self.compiled.told() if self.compiled else ()
+
     @property
     def applied(self) -> dict[str, str]:
         """Return what the knobs are at, also after one could not be set."""
@@ -123,6 +170,7 @@ class Recomputing:
             "checkpointing": self._mode,
             "loss_head": "chunked" if self._chunked else "full",
             "offload_activations": "on" if self._offload else "off",
+            "compile": "blocks" if self._compiles else "off",
         }
 
     @property
@@ -137,9 +185,14 @@ class Recomputing:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Have both on inside."""
-        aside = self._offload.on() if self._offload else nullcontext()
-        with aside, self._checkpointing.on() if self._checkpointing else nullcontext(), self.head_on():
+        """Have all of them on inside."""
+        aside, compiled = self._offload, self.compiled
+        with (
+            aside.on() if aside else nullcontext(),
+            compiled.on() if compiled else nullcontext(),
+            self._checkpointing.on() if self._checkpointing else nullcontext(),
+            self.head_on(),
+        ):
             yield
 
     @contextmanager
@@ -158,6 +211,8 @@ class Recomputing:
             self._checkpointing.finished()
         if self._chunked:
             self._chunked.finished()
+        if compiled := self.compiled:
+            compiled.finished()
 
     def abandon(self) -> None:
         """A forward or backward was left half way."""
@@ -169,3 +224,4 @@ class Recomputing:
         if self._checkpointing:
             self._checkpointing.remove()
         self._mode, self._checkpointing, self._chunked, self._offload = "none", None, None, None
+        self._compiles, self._compiled = False, None

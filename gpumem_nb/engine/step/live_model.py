@@ -120,6 +120,7 @@ class LiveModel:
         except WorkloadError:
             self._note(**self.recomputing.applied)
             raise
+        self.recomputing.settled(only_tried=self._in_use is not None)
 
     def set_optimizer(self, settings: Settings) -> None:
         """Update with the optimizer that these settings name, from the state that it had if that is still there.
@@ -275,8 +276,7 @@ class LiveModel:
             checks.check_modules(part)
         checks.check_strangers(self.parts, self._known, set(map(id, self._trained())))
         self.narrowed.meet_new()
-        self.recomputing.set_checkpointing(self.settings)
-        self.recomputing.set_loss_head(self.settings.loss_head)
+        self.recomputing.meet_new(self.settings)
 
     def sparse_places(self) -> list[int]:
         """Return the places in :attr:`parameters` of tables whose gradients are sparse."""

@@ -15,6 +15,7 @@ from ...shared.knobs.update import ONE_RANK
 from ...shared.workload import Workload, WorkloadInfo
 from ..data.stream import Stream
 from ..link.settings import why_flat
+from ..replay.compiling import why_not
 from ..undo.python_state import PythonState
 from .live_model import LiveModel
 from .optimizers import beside_state, with_inner
@@ -114,6 +115,7 @@ def workload_info(
         trained_before=live.trained_before,
         adopted=workload.adopted,
         why_whole=_why_whole(live, stream.size),
+        why_uncompiled=why_not(live.model, live.recomputing.blocks, device.kind == "cuda"),
     )
 
 

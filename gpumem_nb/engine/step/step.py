@@ -182,7 +182,7 @@ class Stepper:
             self._stream.advance(self._live.settings.batch_size, self._live.settings.accumulation_steps)
             self.voting.counted(order)
             self._told_later(self._schedule_goes_on)
-        notes = () if discarded else self.voting.newly_partial()
+        notes = () if discarded else (*self.voting.newly_partial(), *self._live.recomputing.told())
         return self._measured(loss, failure, discarded, discarded or votes.leave, notes), failure
 
     def failure(self, error: BaseException) -> Failure:

@@ -364,10 +364,9 @@ class Trainer:
 
     def _step(self, failure: Failure | None, chunk: Chunk) -> tuple[Outcome, Sample]:
         """Take one step of the chunk. A failure to apply the settings fails it from the start, on all ranks."""
-        recorded = failure is None and self._is_recorded(chunk)
-        nudges = sys.maxsize if chunk.traced else chunk.nudges
-        proven, config = self._settings_id == self._proven_id, ReductionConfig.under(chunk.settings)
-        order = StepOrder(self.steps, chunk.trial, nudges, proven, recorded, config)
+        recorded, compiled_s = failure is None and self._is_recorded(chunk), self.live.recomputing.compiled_s
+        proven, nudges = self._settings_id == self._proven_id, sys.maxsize if chunk.traced else chunk.nudges
+        order = StepOrder(self.steps, chunk.trial, nudges, proven, recorded, ReductionConfig.under(chunk.settings))
         self.stepper.update_s = self.update_times.of(chunk.settings) or 0.0
         learning_rate = self.live.learning_rate  # a scheduler may set the next one when the step is done
         outcome = self.stepper.take(order, failure)
@@ -390,6 +389,7 @@ class Trainer:
             event=event,
             learning_rate=learning_rate,
             first=self._is_first,
+            compile_s=self.live.recomputing.compiled_s - compiled_s,
         )
         self._is_first &= outcome.discarded
         return outcome, sample

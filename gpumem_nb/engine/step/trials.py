@@ -270,7 +270,8 @@ class Trials:
 
         began_s = time.monotonic()
         with leaving_no_cache(self._device), self._trainer.aside(settings):
-            fewest = FEWEST_ON_GPU if self._device.kind == "cuda" else 1
+            compiles = settings.compile != "off"  # in the first one
+            fewest = FEWEST_ON_GPU if self._device.kind == "cuda" or compiles else 1
             chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
             steps_s, failure = timed(self._trainer.trying, step, chunk, fewest)
             live, untrained = self._trainer.live, bool(updates) and updates[0][1] != UPDATE_TRAINED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ...planning.instead import Search, lighter
 from ...planning.ladder import Ladder, may_be_rung, next_rung
@@ -68,7 +69,7 @@ class Laddering(AsksRanks):
     ) -> Prediction | None:
         """Return the rung below these, ``None`` where there is none; ``known`` takes in what is predicted."""
         above, workload = rungs[-1], self._training.workload
-        handles = workload.handles if workload else Handles()
+        handles = replace(workload.handles, compiles=workload.why_uncompiled == "") if workload else Handles()
 
         def needs(settings: Settings) -> Prediction | None:
             unchanged.check()

@@ -92,13 +92,22 @@ class Recorder:
         with ExitStack() as stack:
             stack.callback(self._stop)
             Recorder.current = self
-            stack.callback(register_module_forward_pre_hook(not_compiled(self._enter)).remove)
-            stack.callback(register_module_forward_hook(not_compiled(self._leave), always_call=True).remove)
+            stack.callback(self._look_away)
+            self._look_at_modules()
             stack.enter_context(saved_tensors_hooks(*self._telling(Tensor.detach, lambda tensor: tensor)))
             stack.enter_context(self._inner_hooks_told())
             stack.enter_context(func_transforms_allowed())
             stack.enter_context(self._log.watching())
             yield
+
+    @contextmanager
+    def not_inside(self) -> Iterator[None]:
+        """Inside, modules run whose code is compiled as a whole: hooks on each of them would take it apart."""
+        self._look_away()
+        try:
+            yield
+        finally:
+            self._look_at_modules()
 
     def pause(self, held: Iterable[Tensor]) -> Callable[[Tensor], int]:
         """Listen no more, before :meth:`end`; gives the number of the allocation in which one of these tensors lies."""
@@ -137,6 +146,16 @@ class Recorder:
                 exact=self._log.exact,
             )
         )
+
+    def _look_at_modules(self) -> None:
+        self._hooks = (
+            register_module_forward_pre_hook(not_compiled(self._enter)),
+            register_module_forward_hook(not_compiled(self._leave), always_call=True),
+        )
+
+    def _look_away(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _stop(self) -> None:
         Recorder.current = None

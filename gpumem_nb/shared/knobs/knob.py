@@ -110,6 +110,7 @@ class Knob(Option):
         exported: why an exported script cannot do a value, or nothing; gets whether it is for DistributedDataParallel.
             ``None``: scripts do not know the knob, so its default alone can be exported.
         left_out: what an exported script does otherwise, in words, or nothing; gets the same.
+        asked_alone: why no value of it is predicted unless you ask for that, and how; by default all are.
         retired: values that states saved by earlier versions may name, and what they are read as.
     """
 
@@ -129,6 +130,7 @@ class Knob(Option):
     settles: Callable[[Settings, Settings, Collection[str], int], Changes] | None = None
     exported: Callable[[Any, bool], str] | None = None
     left_out: Callable[[Any, bool], str] | None = None
+    asked_alone: str = ""
     retired: Mapping[Any, Any] = field(default_factory=dict)
 
     def from_saved(self, value: Any) -> Any:

@@ -75,7 +75,8 @@ PRECISION = Knob(
 
 def _recomputed(need: Need) -> Iterator[Changes]:
     # Whether √n blocks save more than single ones depends on the model.
-    if need.handles.blocks and need.settings.checkpointing == "none" and need.tried_out:  # else one hint is enough
+    plain = need.settings.checkpointing == "none" and need.settings.compile == "off"
+    if need.handles.blocks and plain and need.tried_out:  # else one hint is enough
         yield {"checkpointing": "selective"}
     if need.handles.blocks and need.settings.checkpointing in ("none", "selective"):
         yield {"checkpointing": "blocks"}
@@ -158,6 +159,66 @@ OFFLOAD_ACTIVATIONS = Knob(
     mathematics=KEEPS,
     apply=lambda live, settings: live.recomputing.set_offload(settings.offload_activations),
     saves="activations wait in host memory for backward",
+    exported=carried,
+)
+
+
+def _compiled(need: Need) -> Iterator[Changes]:
+    able = need.handles.compiles and need.settings.compile == "off" and not need.of_update
+    if able and checkpointing_of(need.settings) != "selective":
+        yield {"compile": "blocks"}
+
+
+def _uncompiled(value: str, workload: WorkloadInfo | None) -> str:
+    return (workload.why_uncompiled or "") if value == "blocks" and workload else ""
+
+
+def _joined_operators(settings: Settings, ranks: int) -> str:
+    if settings.compile == "off":
+        return ""
+    if settings.offload_activations == "on":
+        return (
+            "offload_activations=on follows each tensor that forward saves, and compile=blocks saves them by code of its "
+            "own. Use one of the two."
+        )
+    if has_narrow_weights(settings):
+        return (
+            "compile=blocks takes weights as they are when it compiles, and precision=bf16_weights changes their type. "
+            "Use precision=bf16, or compile=off."
+        )
+    if checkpointing_of(settings) != "selective":
+        return ""
+    return (
+        "checkpointing=selective looks at each operator of a block, and compile=blocks joins them. Use compile=off, or "
+        "checkpointing=blocks, sqrt or none."
+    )
+
+
+COMPILED = "compile=blocks compiled"
+"""How a rank's report of what it compiled begins."""
+UNCOMPILED = (
+    "compile=blocks cannot be said without a session: what compiled blocks need is known only once they are compiled. "
+    "Load the model on ranks and %hvd_predict compile=blocks, or ask about compile=off."
+)
+COMPILE = Knob(
+    "compile",
+    "off",
+    "blocks: torch.compile joins the operators of each block; the first step compiles, for seconds to minutes",
+    choices=("off", "blocks"),
+    means={
+        "off": "operators run one after the other",
+        "blocks": "each block runs as compiled code; fewer results lie in memory, and sums round otherwise",
+    },
+    short="compile ",
+    moves={ACTIVATIONS: SOME, TEMPORARIES: SOME},
+    mathematics=KEEPS_TO_ROUNDING,
+    refuses=_uncompiled,
+    conflicts=_joined_operators,
+    adapts=lambda settings, workload: {"compile": "off"} if workload.why_uncompiled else {},
+    apply=lambda live, settings: live.recomputing.set_compile(settings.compile),
+    lighter=_compiled,
+    saves="compiled blocks keep fewer results",
+    asked_alone="known only once it is compiled: %hvd_predict compile=blocks does that, and says so",
     exported=carried,
 )
 

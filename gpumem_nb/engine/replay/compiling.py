@@ -1,0 +1,179 @@
+"""Blocks whose forward ``torch.compile`` has compiled, put on a model inside of its steps and taken off again.
+
+Blocks of one class share what is compiled of its forward, as far as they are alike. That is compiled of a copy of the
+forward's code, to which torch ties all that it makes: with the copy it is gone, and code of the user's that compiles
+the same class has its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ...internals.torch_internals import is_compiled, uncompiled
+from ...memory.ledger.recorder import Recorder
+from ...shared.errors import WorkloadError
+from ...shared.knobs.step import COMPILED
+from ..link.communicator import here
+from .checkpointing import generation_configs, switched_off
+
+if TYPE_CHECKING:
+    from ...internals.torch_compile_internals import Compilation
+
+BACKEND: Any = "inductor"  # torch's default
+_EACH = 8  # times that a block may be compiled, for other types and kinds of what it is given: torch's own limit
+_OFF = "Use compile=off"
+
+
+def why_not(model: nn.Module, blocks: list[nn.Module], on_gpu: bool) -> str:
+    """Return why blocks of this model cannot be compiled here; empty where they can, as far as that is seen at once."""
+    if not blocks:
+        return f"compile=blocks needs a model with sub-modules, and this one has none. {_OFF}."
+    for module in filter(is_compiled, model.modules()):
+        name = type(uncompiled(module)).__name__
+        return f"compile=blocks would compile what torch.compile has compiled already, the {name}. {_OFF}."
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))):
+        return f"compile=blocks needs a C++ compiler, and none is found (g++, or the one that CXX names). {_OFF}."
+    if on_gpu:
+        return "" if find_spec("triton") else f"compile=blocks needs triton on a GPU: %pip install triton. {_OFF}."
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return f"compile=blocks needs Python's headers (Debian and Ubuntu: apt install python3-dev). {_OFF}."
+    return ""
+
+
+class Compiled:
+    """The compiled blocks of one model.
+
+    Attributes:
+        blocks: in the order in which forward calls them.
+        seconds: that compiling has taken.
+    """
+
+    def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
+        """Take hold of these blocks of the model; each is compiled when a step calls it."""
+        self.blocks = blocks
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self.seconds = self._told_s = 0.0
+        self._called = False
+        self._graphs = self._breaks = self._again = 0
+        self._configs = generation_configs(model)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Have the blocks compiled inside.
+
+        Raises:
+            WorkloadError: something else has replaced a block's forward.
+        """
+        from ...internals import torch_compile_internals as compiler
+
+        for block in self.blocks:
+            if "forward" in vars(block):
+                raise WorkloadError(
+                    f"compile=blocks takes the place of the {type(block).__name__}'s forward, and something else has "
+                    f"replaced that already. {_OFF}, or delete the block's own attribute forward."
+                )
+        most = _EACH * len(self.blocks)
+        caching = switched_off(self._configs)
+        with compiler.listened(self._ended, most):
+            for block in self.blocks:
+                block.forward = _Forward(block, self._function(block), self._calls)
+            try:
+                yield
+            except compiler.TOO_OFTEN as error:
+                raise WorkloadError(
+                    f"compile=blocks had to compile the same code more than {most} times, because blocks get something "
+                    f"else each time. {_OFF}."
+                ) from error
+            except compiler.FAILED as error:
+                words = " ".join(str(error).strip().splitlines()[:2]).rstrip(".")
+                raise WorkloadError(f"compile=blocks: torch.compile failed: {words}. {_OFF}.") from error
+            finally:
+                for block in self.blocks:
+                    vars(block).pop("forward", None)
+                for config in caching:
+                    config.use_cache = True
+
+    def finished(self) -> None:
+        """A forward and backward of the model is over.
+
+        Raises:
+            WorkloadError: nothing was compiled.
+        """
+        if self._graphs:
+            return
+        kind = type(self.blocks[0]).__name__
+        if not self._called:
+            raise WorkloadError(
+                f"compile=blocks has no effect: forward calls none of the {len(self.blocks)} blocks; the first is a "
+                f"{kind}. {_OFF}, or name modules that forward calls in Workload(blocks=...)."
+            )
+        raise WorkloadError(f"compile=blocks has no effect: torch.compile compiles nothing of the {kind}. {_OFF}.")
+
+    def told(self) -> tuple[str, ...]:
+        """Return what was compiled, in a sentence, if that was not said before."""
+        if self.seconds == self._told_s or here().rank:  # the others compile the same
+            return ()
+        self._told_s = self.seconds
+        return (
+            f"{COMPILED} {_count(self._graphs, 'graph')} of {_count(len(self.blocks), 'block')} in "
+            f"{self.seconds:.1f} s, with {_count(self._again, 'recompilation')} and "
+            f"{_count(self._breaks, 'graph break')}",
+        )
+
+    def _function(self, block: nn.Module) -> Callable[..., Any]:
+        from ...internals import torch_compile_internals as compiler
+
+        written = type(block).forward
+        if written not in self._compiled:
+            self._compiled[written] = compiler.compiled(_copied(written), BACKEND)
+        return self._compiled[written]
+
+    def _calls(self) -> Any:
+        """A block is about to be called."""
+        self._called = True
+        return Recorder.current.not_inside() if Recorder.current else nullcontext()
+
+    def _ended(self, one: Compilation) -> None:
+        self.seconds += one.seconds
+        self._again += one.again
+        self._graphs += one.graphs
+        self._breaks += one.breaks
+        here().others_late_s += one.seconds  # they compile as well
+
+
+class _Forward:
+    """In place of a block's ``forward``; a copy of that block, also one that was pickled, has its plain one."""
+
+    def __init__(self, block: nn.Module, compiled: Callable[..., Any], calls: Callable[[], Any]) -> None:
+        self._block, self._compiled, self._calls = block, compiled, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._calls():
+            return self._compiled(self._block, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (type(self._block).forward, self._block)  # which is read without this package
+
+
+def _copied(function: Any) -> Any:
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace()
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
