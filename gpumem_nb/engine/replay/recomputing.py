@@ -1,4 +1,4 @@
-"""What knobs put around a model's forward: blocks and logits are computed again, results wait elsewhere, code is compiled."""
+"""What knobs put around a model's forward: parts of it are computed again, wait in host memory, or are compiled."""
 
 from __future__ import annotations
 

@@ -178,8 +178,8 @@ def _joined_operators(settings: Settings, ranks: int) -> str:
         return ""
     if settings.offload_activations == "on":
         return (
-            "offload_activations=on follows each tensor that forward saves, and compile=blocks saves them by code of its "
-            "own. Use one of the two."
+            "offload_activations=on follows each tensor that forward saves, and compile=blocks saves them by code of "
+            "its own. Use one of the two."
         )
     if has_narrow_weights(settings):
         return (
