@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TypeVar
 
 from ..memory.device import Device
 from ..shared.errors import WorkloadError
@@ -14,12 +13,10 @@ from .data.held_out import HeldOut, as_held_out
 from .data.iterables import stream_of
 from .data.sameness import Look, agree, digest_of, look_at
 from .data.stream import Stream
-from .link.communicator import here, same_everywhere
+from .link.communicator import here, same_everywhere, together
 from .link.signals import interruptible
 from .random_state import seeded
 from .step.trainer import Trainer
-
-Result = TypeVar("Result")
 
 
 def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Workload, Stream, HeldOut | None] | None:
@@ -42,7 +39,7 @@ def prepare(make: Callable[[], Workload], seed: int = DEFAULT_SEED) -> tuple[Wor
             held_out = as_held_out(workload.eval_data()) if workload.eval_data else None
             return workload, stream, look_at(stream), held_out, digest_of(held_out)
 
-    prepared = _together("data", work)
+    prepared = together("data", work)
     if prepared is None:
         return None
     workload, stream, look, held_out, digest = prepared
@@ -76,23 +73,8 @@ def build(
             dropped.callback(trainer.close)  # an attached model lives on
             return trainer
 
-        trainer = _together("model", work)
+        trainer = together("model", work)
         if trainer is not None:
             trainer.join()
             dropped.pop_all()
         return trainer
-
-
-def _together(what: str, work: Callable[[], Result]) -> Result | None:
-    """Do what may fail on one rank alone; ``None`` when it did on another one."""
-    failure: BaseException | None = None
-    result = None
-    try:
-        result = work()
-    except BaseException as error:
-        failure = error
-    if here().any_rank(failure is not None, what):
-        if failure:
-            raise failure
-        return None
-    return result

@@ -104,8 +104,9 @@ def rejoin() -> None:
     """Join the other ranks again after Horovod was shut down; what is trained stays as it is."""
     _device.communicates_on(here().rejoin())
     collectives.greet(_device)
-    if _trainer is not None:
-        _trainer.live.sharing.rejoined(_trainer.live.optimizer)
+    # Ranks may have come apart in a load, which some had begun with.
+    if not here().any_rank(_trainer is None, "nothing loaded") and _trainer:
+        _trainer.live.sharing.rejoined(_trainer.live.optimizer, _trainer.steps)
 
 
 def apart(what: str) -> Apart | None:
@@ -291,8 +292,7 @@ def snapshot_now(order: SnapshotOrder) -> Stored | None:
 def resume_check(path: str) -> tuple[Header, bytes]:
     """First phase of resuming: read a file and get everything ready that could fail, changing nothing.
 
-    The file may be gone when the second phase is over, so what it says about itself is answered now; by rank 0 also the
-    runs in it.
+    The file may be gone after the second phase, so what it says of itself is answered now; by rank 0 also its runs.
     """
     global _checked
     _checked = restore.Checked(Path(path), _loaded_trainer(), _device)
@@ -385,7 +385,7 @@ def _train(make: Callable[[], Workload], seed: int, wanted: set[str], names: dic
     if (prepared := building.prepare(make, seed)) is None:
         return None
     if _trainer is not None:
-        _trainer.close()
+        surroundings.here.notes += [lost] if (lost := _trainer.close()) else []
         _trainer = None
         _names.withdraw()
     attached_names.attached({}, namespace())  # which would keep the old one

@@ -28,7 +28,8 @@ from torch.optim import (
 
 from gpumem_nb.engine.link.communicator import Communicator, Separated
 from gpumem_nb.engine.step.optimizer_state import Replicas, Whole, state_of
-from gpumem_nb.engine.step.shards import BY_ELEMENTS, Sharing
+from gpumem_nb.engine.step.shards import BY_ELEMENTS
+from gpumem_nb.engine.step.sharing import Sharing
 from gpumem_nb.memory.tensors import tensors_in
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
@@ -270,7 +271,7 @@ def test_ranks_that_come_apart_while_they_give_each_other_weights_get_the_rest_w
             with pytest.raises(Separated):
                 link.any_rank(False, "next")
             link.rejoin()
-            training.sharing.rejoined(training.optimizer)
+            training.sharing.rejoined(training.optimizer, 3)
             assert not form.stale
         else:
             training.take(1)
@@ -324,7 +325,7 @@ def test_what_ranks_take_to_give_each_other_weights_is_timed_without_changing_an
         training = Training(net(), AdamW, link.size)
         before = training.weights()
         assert training.sharing.gather_s(training.params, OFF) == 0
-        return training.sharing.gather_s(training.params, ON) > 0, same(training.weights(), before)
+        return bool(training.sharing.gather_s(training.params, ON)), same(training.weights(), before)
 
     assert Meeting(2).run(timed) == [(True, True)] * 2
     assert Meeting(1).run(timed) == [(False, True)]

@@ -13,8 +13,10 @@ from torch.utils.data import TensorDataset
 
 from gpumem_nb.engine.link.communicator import Communicator
 from gpumem_nb.engine.step.live_model import LiveModel
+from gpumem_nb.engine.step.muon import MuonAndAdamW
 from gpumem_nb.engine.step.optimizer_state import state_of
-from gpumem_nb.engine.step.shards import Sharing, why_not
+from gpumem_nb.engine.step.shards import why_not
+from gpumem_nb.engine.step.sharing import Sharing
 from gpumem_nb.kernel import compatibility
 from gpumem_nb.memory.device import opened
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
@@ -70,7 +72,7 @@ def test_an_optimizer_that_was_put_aside_as_shares_comes_back_whole_and_the_othe
 
 
 def test_settings_that_do_not_go_with_it_are_refused_in_the_notebook() -> None:
-    for name in ("adafactor", "adamw8bit"):
+    for name in ("adafactor", "adamw8bit", "muon"):
         with pytest.raises(InvalidInput, match=f"cannot be used with optimizer={name}.*Use shard_optimizer=off, or"):
             Settings(optimizer=name, shard_optimizer="on").check_together(2)
     assert WorkloadInfo("net", 1, 4, 1, 0, why_whole="").handles.shards
@@ -90,12 +92,17 @@ def hooked(params: Any) -> Optimizer:
     return optimizer
 
 
+def muon(params: Any) -> Optimizer:
+    return MuonAndAdamW(params, lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (Adafactor, "Adafactor is none of them. Use shard_optimizer=off with it"),
         (LBFGS, "LBFGS is none of them"),
         (Own, "Own is none of them"),
+        (muon, "MuonAndAdamW is none of them"),
         (hooked, "hooks before the step of this SGD nothing but a share of the weights. Use shard_optimizer=off"),
     ],
 )

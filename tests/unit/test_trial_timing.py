@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpumem_nb.engine.step import trials
-from gpumem_nb.engine.step.trials import UpdateTimes
+from gpumem_nb.engine.step.update_times import UpdateTimes
 from gpumem_nb.shared.messages import Chunk, Failure
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import UPDATE, StepTimes

@@ -36,7 +36,7 @@ from ..step.narrowed import narrow_weight, to_narrow
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
 from ..step.rounding import Rounding
-from ..step.shards import Sharing
+from ..step.sharing import Sharing
 from . import scratch
 from .batches import Batches
 from .hollow import Given, made

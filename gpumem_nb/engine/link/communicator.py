@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+Result = TypeVar("Result")
 AVERAGE, SUM, ADASUM = "average", "sum", "adasum"
 """What tensors of all ranks become, by the names of the knob ``reduction``."""
 
@@ -249,6 +250,21 @@ def used_by_thread(link: Communicator) -> Iterator[Communicator]:
         yield link
     finally:
         _of_thread.link = before
+
+
+def together(about: str, work: Callable[[], Result]) -> Result | None:
+    """Do what may fail on one rank alone; ``None`` when it did on another one. All ranks come here."""
+    failure: BaseException | None = None
+    result = None
+    try:
+        result = work()
+    except BaseException as error:
+        failure = error
+    if here().any_rank(failure is not None, about):
+        if failure:
+            raise failure
+        return None
+    return result
 
 
 def same_everywhere(number: int, about: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from .. import cells
 from ..copies import checksum
 from ..link.communicator import here, same_everywhere
 from .parts import Parts
+
+if TYPE_CHECKING:
+    from .optimizer_state import Replicas
 
 EVERY_STEPS = 40
 DIGITS = 16  # of 4 bits each: the sums of their squares over a thousand ranks are exact in float32
@@ -25,10 +29,17 @@ class WeightWatch:
     """Compares what one rank holds with what the others do.
 
     Buffers count too, unless steps change them: batch norm's statistics are each rank's own.
+
+    Args:
+        parts: of this rank.
+        form: gives how the optimizer's state is held. Of one that ranks share, what each updates its share by counts,
+            too: the ranks would have the same weights, which come of several ways to train.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, form: Callable[[], Replicas | None] = lambda: None) -> None:
         self._parts = parts
+        self._form = form
+        self._partition: object = None  # by which the state was shared when they were compared last
         self._moving: set[str] = set()
         self._ids: dict[str, int] = {}
         self._before: dict[str, Tensor] = {}
@@ -40,7 +51,8 @@ class WeightWatch:
 
     def due(self, steps: int) -> bool:
         """Return whether to compare in the step after so many."""
-        return self._asked or steps % EVERY_STEPS == 0 or cells.ran() != self._cells
+        flipped = self._partition is not self._shared_by()
+        return self._asked or flipped or steps % EVERY_STEPS == 0 or cells.ran() != self._cells
 
     def ask(self) -> None:
         """Compare in the next step, whatever else is the case."""
@@ -78,7 +90,7 @@ class WeightWatch:
         """
         self._asked = cells.ran() != self._cells
         self._cells_before = self._cells if self._asked else cells.ran()
-        self._agreed_step, self._cells = steps, cells.ran()
+        self._agreed_step, self._cells, self._partition = steps, cells.ran(), self._shared_by()
         self._last, self._found = self._found, {}
 
     def examine(self) -> str:
@@ -117,7 +129,15 @@ class WeightWatch:
         return moved
 
     def _compared(self) -> Mapping[str, Tensor]:
-        return dict([*self._parts.named_parameters(), *self._parts.named_buffers()])
+        return dict([*self._parts.named_parameters(), *self._parts.named_buffers()]) | self._of_shares()
+
+    def _of_shares(self) -> dict[str, Tensor]:
+        form = self._form()
+        return form.compared() if form else {}
+
+    def _shared_by(self) -> object:
+        form = self._form()
+        return form and form.partition
 
     def _sentence(self, name: str, found: Sequence[int], ran: Sequence[int]) -> str:
         others = [rank for rank, words in enumerate(found) if words != found[0]]
@@ -133,8 +153,11 @@ class WeightWatch:
             )
         else:
             cause = "No cell ran meanwhile: code of the model, a hook or the optimizer seems to depend on the rank"
+        what = "the ranks hold different weights"
+        if name in self._of_shares():
+            what = "the ranks share the optimizer's state and would update their shares in different ways"
         return (
-            f"the ranks hold different weights: {name} is not the same on {name_ranks(others)} as on rank 0, and that "
+            f"{what}: {name} is not the same on {name_ranks(others)} as on rank 0, and that "
             f"came about {after}. {cause}. Type %hvd_sync to go on with the weights and optimizer state of rank 0"
         )
 

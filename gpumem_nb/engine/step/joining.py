@@ -11,7 +11,7 @@ from torch import Tensor
 from ...shared.errors import WorkloadError, text_of
 from ..link.communicator import alike, here
 from .live_model import LiveModel
-from .optimizer_state import extra_states, from_first, state_of
+from .optimizer_state import extra_states, from_first
 from .parts import Parts
 
 
@@ -47,7 +47,7 @@ def take_from_first(live: LiveModel) -> None:
     here().broadcast(dict((*live.parts.named_parameters(), *live.parts.named_buffers())))
     _send_extra_states(live.parts)
     if live.own_optimizer:
-        state_of(live.own_optimizer).follow_first()
+        live.sharing.agreed(live.own_optimizer).follow_first()
 
 
 def make_alike(live: LiveModel) -> None:
@@ -68,7 +68,7 @@ def make_alike(live: LiveModel) -> None:
     take_from_first(live)
     for optimizer in used:
         if optimizer is not live.own_optimizer:
-            state_of(optimizer).follow_first()
+            live.sharing.agreed(optimizer).follow_first()
         groups = optimizer.param_groups
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         for group, first in zip(groups, from_first(options, "The optimizer's options"), strict=True):

@@ -23,11 +23,12 @@ from ...shared.workload import Workload
 from ..link.communicator import here, same_everywhere
 from ..link.signals import interruptible
 from ..replay.recomputing import Recomputing
-from . import checks, optimizers, shards
+from . import checks, optimizers
 from .narrowed import Narrowed
 from .optimizer_state import Parked, Replicas, state_of
 from .parts import Modes, Parts, in_groups, note_steps, steps_before
 from .rates import Course, Rates, named_rate
+from .sharing import Sharing
 
 RatesMemory = Mapping[str, dict[str, Any] | None]
 
@@ -96,7 +97,7 @@ class LiveModel:
         self._own_rates = self._rates if self.own_optimizer else None  # another optimizer would live on in it
         self._parked: tuple[str, Parked, Rates] | None = None  # used last, until a step was done with another one
         self._in_use: Settings | None = None  # while others are tried
-        self.sharing, self.narrowed = shards.Sharing(ranks, device.exempt), Narrowed(self.parts, device.exempt)
+        self.sharing, self.narrowed = Sharing(ranks, device.exempt), Narrowed(self.parts, device.exempt)
         self.parameters: list[Tensor] = in_groups(self.optimizer)
         self._known = {id(param): (weakref.ref(param), param.shape) for param in self.parts.parameters()}
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
@@ -223,15 +224,12 @@ class LiveModel:
     def join_shards(self, settings: Settings) -> None:
         """Give every rank the whole state of all optimizers, where these settings ask for it. All ranks come here.
 
-        Raises:
-            WorkloadError: some rank cannot; raised on all of them, and nothing was changed.
+        Raises as :meth:`.sharing.Sharing.end` does.
         """
-        if not self.sharing.joins(settings):
-            return
-        parked = self._parked[1] if self._parked else None
-        with self._device.exempt(), parked.restored() if parked else nullcontext():
-            held = (self.own_optimizer, self.optimizer, parked and parked.optimizer)
-            self.sharing.join(one for one in held if one)
+        if self.sharing.joins(settings):
+            name, parked, _ = self._parked or ("", None, None)
+            held = (one for one in (self.own_optimizer, self.optimizer) if one)
+            self.sharing.end(f"{self.settings.optimizer} {name}", held, parked)
 
     def set_learning_rate(self, settings: Settings) -> None:
         """Bring the optimizer's first group to the rate of these settings, and scale those of the others alike.
@@ -370,21 +368,23 @@ class LiveModel:
         names = ("optimizer", "optimizer_impl", "shard_optimizer", "learning_rate")
         self._note(**{name: getattr(settings, name) for name in names})
 
-    def close(self, steps: int) -> None:
+    def close(self, steps: int) -> str:
         """Leave the model as it was handed over: no hooks, no gradients, no shards, no rate of a schedule's middle.
 
         Its weights have ``steps`` behind them, those of a state that they were resumed from included. Ranks that shared
-        a state do it together. Raises ``WorkloadError`` if their shares do not go together.
+        a state do it together. Returns what could not be left so, in words.
         """
+        self.recomputing.remove()
+        self.zero_grad()  # which makes room for a whole state
+        lost = ""
         if self.sharing.joins(Settings()) and self.own_optimizer:  # the state of another one goes with it
             with self._device.exempt():
-                self.sharing.join([self.own_optimizer])
+                lost = self.sharing.hand_back(self.own_optimizer)
         self.narrowed.bring(False)
-        self.recomputing.remove()
         if self._own_rates:
             self._own_rates.leave()
         note_steps(self.parts.parameters(), steps)
-        self.zero_grad()
+        return lost
 
     def zero_grad(self, weights: list[Tensor] | None = None) -> None:
         """Let go of all gradients, also of those that a cell has left; ``weights`` are all of the modules, if known."""

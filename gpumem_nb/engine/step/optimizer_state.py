@@ -78,6 +78,10 @@ class Replicas:
     def follow_groups(self) -> None:
         """Take note of what came into the optimizer's groups, and of what left them. All ranks do that alike."""
 
+    def compared(self) -> dict[str, Tensor]:
+        """Return what must be alike on all ranks for their weights to stay so, by name; here the weights show all."""
+        return {}
+
     def gather(self) -> Whole | None:
         """Return the whole state on rank 0, whose tensors are the optimizer's own; ``None`` on the others."""
         if here().rank != 0:

@@ -162,18 +162,23 @@ class Partition:
             view.grad = laid_as(gradient, param)[begin:end]
         return view
 
-    def divide(self, optimizer: Optimizer) -> None:
-        """Keep this rank's share of a state that is whole; where there is no room for that, the whole stays."""
+    def divide(self, optimizer: Optimizer, params: Sequence[Tensor] | None = None) -> None:
+        """Keep this rank's share of a state that is whole; where there is no room for that, the whole stays.
+
+        ``params`` are those of which this says who has what; by default all of the optimizer's groups.
+        """
+        params = in_groups(optimizer) if params is None else params
         kept = {
             param: {
                 name: laid_as(value, param)[begin:end].clone() if by_elements(name, value, param.shape) else value
                 for name, value in optimizer.state[param].items()
             }
-            for place, param in enumerate(in_groups(optimizer))
+            for place, param in enumerate(params)
             for _, begin, end in (self.mine(place),)
             if begin < end and param in optimizer.state
         }
-        optimizer.state.clear()
+        for param in params:
+            optimizer.state.pop(param, None)
         optimizer.state.update(kept)
 
     def widen(self, optimizer: Optimizer, updated: Iterable[Tensor]) -> None:

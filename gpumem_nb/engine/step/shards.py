@@ -7,13 +7,13 @@ itself it is given the share alone (:meth:`.partition.Partition.updating`).
 
 from __future__ import annotations
 
-import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from operator import is_, lt
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -25,110 +25,31 @@ from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
 from ...shared.errors import WorkloadError
 from ...shared.settings import Settings
-from ..copies import host_room
+from ..copies import checksum, host_room
 from ..link.communicator import here
 from . import optimizers
 from .buckets import ReductionConfig
-from .optimizer_state import Replicas, Whole, hold_as, placed, state_of
-from .partition import Exchange, Partition, Span, by_elements, has_gaps, in_memory_order, laid_as, layout, of_weights
+from .optimizer_state import Replicas, Whole, hold_as, placed
+from .partition import (
+    COUNTS,
+    Exchange,
+    Partition,
+    Span,
+    by_elements,
+    has_gaps,
+    in_memory_order,
+    laid_as,
+    layout,
+    of_weights,
+)
 from .parts import in_groups
 
 BY_ELEMENTS = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, ASGD, Rprop)
 """torch's optimizers that update each element by its own gradient and state, without a look at any other."""
-_AT_ONCE_BYTES = 2**22  # of states that come together
 _OFF = "Use shard_optimizer=off"
+_AT_ONCE_BYTES = 2**22  # of states that come together
 State = dict[int, dict[str, Any]]
 """The state of weights, by their places in the optimizer's groups."""
-
-
-class Sharing:
-    """Brings the state of optimizers to the form that settings ask for, on so many ranks.
-
-    Sharing needs no word of other ranks: each keeps its part. For the whole they come together, before anything of the
-    settings is applied, because that may fail on one of them. All of them know when: from the settings that they were
-    given last, or that they came apart since.
-    """
-
-    def __init__(self, ranks: int, exempt: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        """``exempt`` gives a context in which the device's limit is not enforced."""
-        self._ranks, self._exempt = ranks, exempt
-        self._may_be_shared = False
-
-    def wanted(self, settings: Settings) -> bool:
-        """Return whether ranks share the state under these settings. One by itself has all of it."""
-        return settings.shard_optimizer == "on" and self._ranks > 1
-
-    def form(self, optimizer: Optimizer, settings: Settings) -> Replicas:
-        """Return how an optimizer's state would be held under these settings."""
-        shares = self.wanted(settings) and not why_not(optimizer)
-        return Shards(optimizer, self._ranks) if shares else Replicas(optimizer)
-
-    def apply(self, optimizer: Optimizer, settings: Settings, tried: bool) -> None:
-        """Keep this rank's share of the state, if these settings ask for it and are not just ``tried``.
-
-        Raises:
-            WorkloadError: ranks cannot share it.
-        """
-        if not self.wanted(settings):
-            return
-        if problem := why_not(optimizer):
-            raise WorkloadError(problem)
-        if not tried:
-            with self._exempt():
-                self._share(optimizer)
-
-    def joins(self, settings: Settings) -> bool:
-        """Return whether all ranks must :meth:`join` before these settings are applied; the same on all of them."""
-        self._may_be_shared |= self.wanted(settings)
-        return self._may_be_shared and not self.wanted(settings)
-
-    def join(self, held: Iterable[Optimizer]) -> None:
-        """Give every rank the whole state of these optimizers, whichever ranks share it. All ranks call it together.
-
-        Raises:
-            WorkloadError: some rank cannot; raised on all of them.
-        """
-        for optimizer in dict.fromkeys(held):
-            if here().any_rank(state_of(optimizer).partition is not None, "shares"):
-                self._share(optimizer)  # also on a rank on which a flip had failed
-                form = state_of(optimizer)
-                assert isinstance(form, Shards)
-                form.join()
-        self._may_be_shared = False
-
-    def gather_s(self, params: Sequence[Tensor], settings: Settings) -> float:
-        """Return how many seconds ranks take to give each other these weights; all of them do it, and keep theirs."""
-        trained = [param for param in params if param.requires_grad]
-        if not (trained and self.wanted(settings)):
-            return 0.0
-        partition, took_s = Partition.of(trained, self._ranks, here().rank), 0.0
-        dtypes = {place: param.dtype for place, param in enumerate(trained)}
-        most_bytes = ReductionConfig.under(settings).bucket_bytes
-        rows = [in_memory_order(param) for param in trained]
-        with self._exempt():
-            exchange = Exchange("weights on trial", partition, dtypes, most_bytes, trained[0].device)
-            for _ in range(2):  # in the first one they agree on what is sent
-                began_s = time.perf_counter()
-                exchange.run(lambda span: rows[span.place][span.begin : span.end], lambda *_: None)
-                took_s = time.perf_counter() - began_s
-        return took_s
-
-    def rejoined(self, optimizer: Optimizer) -> None:
-        """Give all ranks what each has updated, if they came apart in that. All of them come here."""
-        self._may_be_shared = self._ranks > 1
-        form = state_of(optimizer)
-        if here().any_rank(form.stale, "updated weights"):
-            assert isinstance(form, Shards)
-            with self._exempt():
-                form.complete()
-
-    def _share(self, optimizer: Optimizer) -> None:
-        form = state_of(optimizer)
-        if form.partition is None:
-            form = Shards(optimizer, self._ranks)
-            form.partition.divide(optimizer)
-            hold_as(optimizer, form)
-        form.follow_groups()
 
 
 def why_not(optimizer: Optimizer) -> str:
@@ -166,17 +87,44 @@ class Shards(Replicas):
         super().__init__(optimizer)
         self._params = in_groups(optimizer)
         self.partition = Partition.of(self._params, ranks, here().rank)
-        self._layouts = {id(param): layout(param) for param in self._params}
+        self._ways: dict[int, _Way] = {}
+        self._note(self._params, self.partition)
+
+    def _note(self, params: Sequence[Tensor], partition: Partition) -> None:
+        of_params = zip(params, partition.borders, strict=True)
+        self._ways |= {id(param): _Way(weakref.ref(param), at, layout(param)) for param, at in of_params}
 
     def follow_groups(self) -> None:
-        """Share what came into the optimizer's groups, too, and let go of what left them. All ranks do that alike."""
+        """Share what came into the optimizer's groups, too. All ranks do that alike.
+
+        What left them is not forgotten: the optimizer keeps its state, for when it comes again.
+        """
         params, now = in_groups(self._optimizer), self.partition
-        borders = {id(param): one for param, one in zip(self._params, now.borders, strict=True)}
-        new = [param for param in params if id(param) not in borders]
-        of_new = Partition.of(new, now.ranks, now.rank).borders
-        borders |= {id(param): one for param, one in zip(new, of_new, strict=True)}
-        self._params, self.partition = params, Partition(tuple(borders[id(param)] for param in params), now.rank)
-        self._layouts = {id(param): self._layouts.get(id(param), layout(param)) for param in params}
+        if len(params) == len(self._params) and all(map(is_, params, self._params)):
+            return
+        self._ways = {key: way for key, way in self._ways.items() if way.weight() is not None}
+        new = [param for param in params if id(param) not in self._ways]
+        of_new = Partition.of(new, now.ranks, now.rank)
+        of_new.divide(self._optimizer, new)
+        self._note(new, of_new)
+        self._params = params
+        self.partition = Partition(tuple(self._ways[id(param)].borders for param in params), now.rank)
+
+    def compared(self) -> dict[str, Tensor]:
+        """Return by what ranks update their shares, and how these lie, each as something that must be alike on all."""
+        name, groups, held = type(self._optimizer).__name__, self._optimizer.param_groups, self.partition.borders
+        found = {
+            f"the option {option} of {name}": _word(group.get(option) for group in groups)
+            for option in self._optimizer.defaults
+        }
+        on_all = (param for param, at in zip(self._params, held, strict=True) if all(map(lt, at, at[1:])))
+        states = [self._optimizer.state.get(param, {}) for param in on_all]
+        found[f"the number of steps in the state of {name}"] = _word(
+            state.get(count) for state in states for count in sorted(COUNTS)
+        )
+        found[f"what has a share in the state of {name}"] = _word([held])
+        found["the order of weights in memory"] = _word([list(map(layout, self._params))])
+        return found
 
     def update(self, step: Callable[[], Any]) -> None:
         """Let the optimizer take its ``step`` of this rank's share.
@@ -254,12 +202,22 @@ class Shards(Replicas):
         if here().any_rank(failure is not None, "room for a whole state"):
             raise failure or WorkloadError("another rank has no room for the optimizer's whole state")
         found = self._brought(told, lambda place, name, _: room[place, name])
-        state = {self._params[place]: values for place, values in found.items()}
+        whole = {param: kept for param, kept in self._optimizer.state.items() if id(param) not in self._ways}
+        state = whole | {self._params[place]: values for place, values in found.items()}
         optimizers.put_state(self._optimizer, state, self._optimizer.param_groups)
         hold_as(self._optimizer, Replicas(self._optimizer))
 
     def follow_first(self) -> None:
-        """Leave each rank its share: no other rank has one that could take its place."""
+        """Leave each rank its share, whose place no other could take, with the numbers beside it of the first rank.
+
+        All ranks call it together. Raises ``WorkloadError`` on all of them if their shares do not go together.
+        """
+        for place, values in self._told().items():
+            param = self._params[place]
+            if param in self._optimizer.state:
+                numbers = {name: value.on(param) for name, value in values.items() if isinstance(value, _Number)}
+                self._optimizer.state[param].update(numbers)
+        self.stale = False
 
     def _part(self, values: dict[str, Any], param: Tensor, place: int) -> dict[str, Any] | None:
         _, begin, end = self.partition.mine(place)
@@ -275,7 +233,7 @@ class Shards(Replicas):
 
     def _moved(self) -> str:
         """Return that a weight lies otherwise than when its share of the state was made; empty if none does."""
-        moved = (param for param in self._params if layout(param) != self._layouts[id(param)])
+        moved = (param for param in self._params if layout(param) != self._ways[id(param)].layout)
         if (param := next(moved, None)) is None:
             return ""
         return (
@@ -340,6 +298,25 @@ class Shards(Replicas):
     def _exchange(self, dtypes: Mapping[int, torch.dtype]) -> Exchange:
         """Return what brings something else than a step's weights, by way of the host, where memory is not scarce."""
         return Exchange("states", self.partition, dtypes, _AT_ONCE_BYTES, torch.device("cpu"))
+
+
+class _Way(NamedTuple):
+    """A weight whose state is shared, or was before it left the optimizer's groups: its borders, and how it lies."""
+
+    weight: weakref.ref[Tensor]
+    borders: tuple[int, ...]
+    layout: tuple[int, ...]
+
+
+def _word(values: Iterable[Any]) -> Tensor:
+    """Return a number that is the same where these are; those of a GPU stay there, so that nothing waits for it."""
+    there, beside = list[Tensor](), list[Any]()
+    for value in values:
+        on_gpu = isinstance(value, Tensor) and value.device.type != "cpu"
+        there += [value.reshape(-1)] if on_gpu else []
+        beside.append(value.tolist() if isinstance(value, Tensor) and not on_gpu else on_gpu or value)
+    word = torch.tensor(zlib.crc32(repr(beside).encode()), device="cpu")
+    return word + checksum(torch.cat(there)) if there else word
 
 
 @dataclass(frozen=True, slots=True)

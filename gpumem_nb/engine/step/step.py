@@ -330,6 +330,7 @@ class Stepper:
             undone = here().any_rank(failure is not None, "update")
         except BaseException as error:  # without a vote it is not known whether the update counts
             failure, undone = failure or self.failure(error), True
+            self.voting.watch.ask()  # it may count on others
             here().leave("the vote on an update")
         self.enter(TOOLKIT)
         if undone:
@@ -337,6 +338,7 @@ class Stepper:
             if scaler_state is not None:
                 self._live.replace_scaler(scaler_state)
         else:
+            self.enter(UPDATE)
             state_of(self._live.optimizer).spread(exchange)
             self._told_later(lambda: run_post_hooks(self._live.optimizer, updates))
         return failure, undone

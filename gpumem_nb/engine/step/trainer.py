@@ -37,7 +37,8 @@ from .rates import Course
 from .samples import Looks, Outcome, begun, completed
 from .step import Stepper
 from .step_clock import StepTimings
-from .trials import NO_CONFIGURATION, Trial, Trials, UpdateTimes, room_of_state_that_leaves
+from .trials import NO_CONFIGURATION, Trial, Trials, room_of_state_that_leaves
+from .update_times import UpdateTimes
 from .voting import StepOrder
 
 FIRST_LEDGERS = 2  # under new settings: the optimizer's state is there from the second step on
@@ -164,11 +165,12 @@ class Trainer:
             with self._device.exempt():
                 self.random.exchange()
 
-    def close(self) -> None:
-        """Leave the model as it was handed over: no hooks, no gradients."""
-        self.live.close(self.steps)
+    def close(self) -> str:
+        """Leave the model as it was handed over: no hooks, no gradients. Returns what could not be left so."""
+        lost = self.live.close(self.steps)
         self.stepper.close()
         self.stream.close()
+        return lost
 
     def run(self, chunk: Chunk) -> ChunkReply:
         """Train one chunk, which ends early on all ranks alike: after a failure, a nudge or an evaluation."""
@@ -181,9 +183,7 @@ class Trainer:
         signals.catch_up(chunk.nudges)
         failure = self._apply(chunk) or self._look_at_weights()
         self._leaks.chunk_begins(self._device.reading().live_bytes)
-        samples: list[Sample] = []
-        notes: list[str] = []
-        outcomes: list[Outcome] = []
+        samples, notes, outcomes = list[Sample](), list[str](), list[Outcome]()
         held = 0  # numbers on the device
         for _ in range(chunk.steps if chunk.traced or chunk.nudges > self._left_after else 0):
             outcome, sample = self._step(failure, chunk)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from ...memory.device import Device, leaving_no_cache
 from ...memory.growth import Blocks
 from ...memory.ledger.trace import Trace
 from ...memory.prediction import SmallSteps, forecast, largest
-from ...memory.tensors import tensors_in
 from ...shared.allocator_settings import AllocatorSettings
 from ...shared.categories import CATEGORIES, OPTIMIZER_STATE, PARAMETERS
 from ...shared.errors import WorkloadError
@@ -28,11 +26,10 @@ from ...shared.forecast import (
     Forecasts,
     Rehearsal,
 )
-from ...shared.knobs.step import has_narrow_weights
-from ...shared.messages import Chunk, Failure, Sample
+from ...shared.messages import Chunk, Failure
 from ...shared.questions import StepsAmong
 from ...shared.settings import Settings
-from ...shared.step_times import DATA, TOOLKIT, UPDATE, StepTimes
+from ...shared.step_times import DATA, TOOLKIT, StepTimes
 from ..link.communicator import here
 from ..link.group import among
 from .dry_update import AskedUpdate, timed_on_scratch
@@ -41,6 +38,7 @@ from .optimizers import is_torchs
 from .samples import Outcome
 from .step import Stepper
 from .step_clock import StepTimings
+from .update_times import state_bytes
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -50,7 +48,6 @@ LONGEST_S = 0.3  # no further step is begun after that, but for the second
 LONGEST_FIRST_S = 2.0  # nor after a first one that took so long, of which warming up is a small part on a CPU
 FEWEST_ON_GPU = 2  # the first one may load kernels for many times as long as a step takes
 MULTIPLIED = 2  # steps at least, of two micro-batches that stand for many: what warming up takes would count as often
-_UPDATES_KEPT = 20
 LEAST_SHARE = 0.25  # of two micro-batches that the second one takes, whatever noise says
 
 Trying = Callable[[Chunk], AbstractContextManager[Failure | None]]
@@ -104,54 +101,6 @@ def _times(trying: Trying, step: Step, chunk: Chunk, fewest: int) -> tuple[list[
                 return found[1:] or found, None
 
 
-class UpdateTimes:
-    """Times of updates: from those that training performs, because trials perform none."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], deque[float]] = {}
-        self._moved_bytes: dict[tuple[object, ...], int] = {}
-        self._weights: object = None  # of which these are
-
-    def note(self, live: LiveModel, steps: Iterable[Sample]) -> None:
-        """Take in steps of training, and how many bytes of weights, gradients and state each update goes through.
-
-        Not the first one of a kind, which makes the optimizer's state, and on a GPU loads kernels.
-        """
-        took_s = [one.times[UPDATE] for one in steps if one.done and not one.skipped and one.times]
-        if not took_s:
-            return
-        kind = _kind(live.settings)
-        if kind not in self._known:
-            del took_s[0]
-        known = self._known.setdefault(kind, deque(maxlen=_UPDATES_KEPT))
-        known.extend(took_s)
-        if live.parameters is not self._weights:
-            self._weights = live.parameters
-            self._moved_bytes.clear()
-        if known and kind not in self._moved_bytes:
-            self._moved_bytes[kind] = 2 * sum(param.nbytes for param in live.parameters) + _state_bytes(live)
-
-    def of(self, settings: Settings) -> float | None:
-        """Return the median of the latest ones of that kind, in seconds; ``None`` where there were none but a first."""
-        known = self._known.get(_kind(settings), ())
-        return statistics.median(known) if known else None
-
-    def scaled(self, moved_bytes: int) -> float | None:
-        """Return the seconds of an update that goes through so many bytes, from the nearest known one."""
-        known = [(abs(moved_bytes - bytes_), kind) for kind, bytes_ in self._moved_bytes.items()]
-        if not known:
-            return None
-        _, kind = min(known, key=lambda one: one[0])
-        return statistics.median(self._known[kind]) * moved_bytes / self._moved_bytes[kind]
-
-
-def _kind(settings: Settings) -> tuple[object, ...]:
-    """Return what the time of an update depends on."""
-    how = settings.precision == "fp16", has_narrow_weights(settings)
-    clipped = settings.clip_norm is not None
-    return settings.optimizer, settings.optimizer_impl, settings.shard_optimizer, clipped, how
-
-
 NO_CONFIGURATION = -2
 """In place of a chunk's settings_id, for what is half applied or tried out: nothing of it is proven."""
 _UNCOUNTED = 2  # steps that warm up, of those that are timed
@@ -189,14 +138,10 @@ def beside_what_would_leave(failure: Failure | None, live: LiveModel, device: De
     """Return a failure of a trial; of a GPU without room, that it says nothing of what fits, if state would leave."""
     if failure is None or failure.kind != "oom" or device.kind != "cuda" or not live.state_would_leave:
         return failure
-    if (failure.asked_bytes or 0) - (failure.free_bytes or 0) > _state_bytes(live):
+    if (failure.asked_bytes or 0) - (failure.free_bytes or 0) > state_bytes(live):
         return failure
     words = "the step ran out of memory beside the optimizer's state in use, which would leave with that optimizer"
     return replace(failure, kind="error", message=words)
-
-
-def _state_bytes(live: LiveModel) -> int:
-    return sum(tensor.nbytes for tensor in tensors_in(list(live.optimizer.state.values())))
 
 
 @contextmanager
@@ -206,7 +151,7 @@ def room_of_state_that_leaves(live: LiveModel, device: Device) -> Iterator[None]
     if device.kind == "cuda" or limit is None or not live.state_would_leave:
         yield
         return
-    device.set_limit(limit + _state_bytes(live))
+    device.set_limit(limit + state_bytes(live))
     try:
         yield
     finally:
@@ -276,8 +221,8 @@ class Trials:
             steps_s, failure = timed(self._trainer.trying, step, chunk, fewest)
             live, untrained = self._trainer.live, bool(updates) and updates[0][1] != UPDATE_TRAINED
             if steps_s and live.sharing.wanted(settings) and here().any_rank(untrained, "weights on trial"):
-                gather_s = live.sharing.gather_s(live.parameters, settings)
-                steps_s = tuple(one + gather_s for one in steps_s)
+                gather_s, failure = self._gather_s(settings)
+                steps_s = () if gather_s is None else tuple(one + gather_s for one in steps_s)
         steps = self._continued(first[:1]) if steps_s else None
         forecasts = self._forecasts(steps, began_s, [settings.batch_size], 0, failure, settings.batch_size)
         return Rehearsal(forecasts, steps_s, updates[0][1] if updates else "")
@@ -290,23 +235,28 @@ class Trials:
         """
         if settings != self._trainer.live.settings:  # Horovod's own would have to be followed by all ranks
             raise WorkloadError("Settings were changed meanwhile. Measure again.")
-        together = self._steps(settings, 1)  # what a cell has changed is agreed upon by all
+        together = self._steps(settings, 1, lambda: (0.0, None))  # what a cell has changed is agreed upon by all
         if not together.times:
             return together
-        return among(count, self._device, lambda: self._steps(settings, steps)) or StepsAmong()
+        update = self._update_among(settings)
+        return among(count, self._device, lambda: self._steps(settings, steps, update)) or StepsAmong()
 
-    def _steps(self, settings: Settings, steps: int) -> StepsAmong:
+    def _steps(
+        self, settings: Settings, steps: int, update: Callable[[], tuple[float | None, Failure | None]]
+    ) -> StepsAmong:
         times: list[StepTimes] = []
-        sent_bytes, update_s = 0, 0.0
+        sent_bytes = 0
         chunk = Chunk(settings, NO_CONFIGURATION, 1, trial=True)
         with self._trainer.aside(settings), self._trainer.trying(chunk) as why_not:
-            for number in range(_UNCOUNTED + steps):
+            update_s, failure = update()
+            if update_s is None:
+                return StepsAmong(failure=failure)
+            for _ in range(_UNCOUNTED + steps):
                 trial = self._trainer.try_step(why_not, chunk)
                 found = None if trial.failure else trial.timings.times()
                 if here().any_rank(found is None, "scaling"):
                     return StepsAmong(failure=trial.failure)
                 assert found is not None
-                update_s = update_s if number else self._update_s(settings)[0]
                 # Undoing is the toolkit's, and workers of steps that are undone begin anew with each of them.
                 found = found.without(TOOLKIT, *([DATA] if settings.num_workers else []))
                 times.append(found.with_update(update_s))
@@ -374,6 +324,33 @@ class Trials:
         """Recorded steps, ready to be continued to other batch sizes."""
         self._not_foreseen = next((trial.not_foreseen for trial in trials), "")
         return SmallSteps([trial.trace for trial in trials if trial.trace], self._trainer.stream.varies)
+
+    def _gather_s(self, settings: Settings) -> tuple[float | None, Failure | None]:
+        """Return how long ranks take to give each other weights; ``None`` where one cannot, and why if that is here."""
+        live = self._trainer.live
+        try:
+            return live.sharing.gather_s(live.parameters, settings), None
+        except Exception as error:
+            if here().is_separation(error):
+                raise
+            return None, self._trainer.stepper.failure(error)
+
+    def _update_among(self, settings: Settings) -> Callable[[], tuple[float | None, Failure | None]]:
+        """Return what says how long an update takes on the ranks that are joined then, as :meth:`_gather_s` does.
+
+        All ranks come here. Of a state that they share, fewer of them have a larger share each, and give others less.
+        """
+        (seconds, how), ranks = self._update_s(settings), here().size
+        gather_s, failure = self._gather_s(settings)
+        if gather_s is None or not self._trainer.live.sharing.wanted(settings):
+            return lambda: (None if gather_s is None else seconds, failure)
+        alone_s = max(0.0, seconds - gather_s) if how == UPDATE_TRAINED else seconds
+
+        def among_s() -> tuple[float | None, Failure | None]:
+            given_s, why_not = self._gather_s(settings)
+            return None if given_s is None else alone_s * ranks / here().size + given_s, why_not
+
+        return among_s
 
     def _update_s(self, settings: Settings, trial: Trial | None = None) -> tuple[float, str]:
         """Return how long an update takes that trials do not take, in seconds, and how that is known."""

@@ -20,6 +20,7 @@ from .buckets import ReductionConfig
 from .failures import nonfinite_loss
 from .gradients import FiniteCheck, GradientsHad, is_measured
 from .live_model import LiveModel
+from .optimizer_state import state_of
 from .reduction import GradientReduction, Reduced
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Voting:
         self._partial: tuple[Tensor, ...] = ()
         self._told_partial: set[int] = set()
         self.had = GradientsHad()
-        self.watch = WeightWatch(live.parts)
+        self.watch = WeightWatch(live.parts, lambda: state_of(live.optimizer))
         self.squares: tuple[float, Tensor] | None = None
         self._agreed = False  # the ranks' weights were compared in the step under way, and are the same
         self._measured_at = -_MEASURED_EVERY

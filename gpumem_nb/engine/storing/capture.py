@@ -24,7 +24,7 @@ from ...shared.version import __version__
 from ..copies import host_copy
 from ..link.communicator import here
 from ..random_state import RandomState
-from ..step.optimizer_state import Whole, extra_states, state_of
+from ..step.optimizer_state import Whole, extra_states
 from ..step.trainer import Trainer
 
 
@@ -189,11 +189,11 @@ def _gathered(trainer: Trainer) -> dict[str, tuple[str, Whole | None]]:
     Raises:
         StateFileError: the ranks hold parts that do not go together; raised on all of them.
     """
-    own = trainer.live.own_optimizer
+    own, agreed = trainer.live.own_optimizer, trainer.live.sharing.agreed
     current = None if trainer.live.optimizer is own else trainer.live.optimizer
     named = (("optimizer", current), ("own_optimizer", own))
     try:
-        return {name: (type(one).__name__, state_of(one).gather() if one else None) for name, one in named}
+        return {name: (type(one).__name__, agreed(one).gather() if one else None) for name, one in named}
     except WorkloadError as error:
         raise StateFileError(f"The training state cannot be saved: {error}") from None
 
