@@ -96,6 +96,9 @@ def main() -> int:
     cases.append(("GPT-2", {}, kept | {"activation_budget": 0.3, "precision": "bf16"}))
     cases.append(("text-gpt", SMALL["text-gpt"] | {"dropout": 0.1}, kept | {"activation_budget": 0.6}))
     cases.append(("digits-resnet", SMALL["digits-resnet"], kept | {"activation_budget": 0.5, "accumulation_steps": 2}))
+    shared = {"shard_optimizer": "on", "batch_size": 4}
+    cases.append(("text-gpt", SMALL["text-gpt"], shared | {"clip_norm": 0.5, "accumulation_steps": 2}))
+    cases.append(("digits-resnet", SMALL["digits-resnet"], shared | {"optimizer": "momentum", "precision": "fp16"}))
     for case in chosen or range(len(cases)):
         name, options, knobs = cases[case]
         # Ranks of its own for each: what another workload has left there would count.

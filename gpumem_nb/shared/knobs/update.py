@@ -177,10 +177,6 @@ def _looks_at_others(settings: Settings, ranks: int) -> str:
     )
 
 
-_UNWRITTEN = (
-    "shard_optimizer=on is not written into scripts. Set it to off first: a script then has the same losses, and every "
-    "rank keeps all of the optimizer's state."
-)
 SHARD_OPTIMIZER = Knob(
     "shard_optimizer",
     "off",
@@ -200,7 +196,7 @@ SHARD_OPTIMIZER = Knob(
     apply=lambda live, settings: live.set_shard_optimizer(settings),
     lighter=_shared,
     saves="each rank keeps its share of the optimizer's state",
-    exported=lambda value, ddp: _UNWRITTEN if value == "on" else "",
+    exported=carried,
 )
 
 LEARNING_RATE = Knob(
