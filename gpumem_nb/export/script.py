@@ -149,10 +149,8 @@ class Values:
 
     def _with_loss(self) -> bool:
         """Return whether DistributedDataParallel gets model and loss as one: it looks for weights in tensors alone."""
-        chunked = self._settings.loss_head == "chunked" and self._facts.loss == "outputs"
-        return (
-            self._order.ddp and self._own and (self._facts.loss == "batch" or self._facts.criterion_weights or chunked)
-        )
+        facts, chunked = self._facts, self._settings.loss_head == "chunked" and self._facts.loss == "outputs"
+        return self._order.ddp and self._own and (facts.loss == "batch" or facts.criterion_weights or chunked)
 
     def all(self, flags: frozenset[str]) -> dict[str, str]:
         """By name."""

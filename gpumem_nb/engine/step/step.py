@@ -64,13 +64,7 @@ class Stepper:
         looks: who looks into steps.
     """
 
-    def __init__(
-        self,
-        live: LiveModel,
-        stream: Stream,
-        device: Device,
-        leaks: LeakDetector,
-    ) -> None:
+    def __init__(self, live: LiveModel, stream: Stream, device: Device, leaks: LeakDetector) -> None:
         self._live = live
         self._stream = stream
         self._device = device
