@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpumem_nb.engine.replay.recomputing import Recomputing
+from gpumem_nb.internals.fake_internals import fake_mode
 from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.errors import WorkloadError
@@ -197,3 +198,35 @@ def test_it_leaves_no_trace_when_it_is_off() -> None:
         kept = model(torch.ones(2, 4)).exp()
         saved: Any = kept.grad_fn
         assert saved._saved_result.data_ptr() == kept.data_ptr()
+
+
+def test_functions_that_take_gradients_of_their_own_run_inside_as_without_it() -> None:
+    weight, batch = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+    found = []
+    for how in ("off", "on"):
+        parts, weight.grad = recomputing(nn.Identity(), how), None
+        with parts.on():
+            slope = torch.func.grad(lambda rows: (rows @ weight).square().sum())(batch)
+            (slope.square().sum() + (batch @ weight).exp().sum()).backward()
+        found.append(weight.grad)
+    assert found[0] is not None
+    assert torch.equal(found[0], found[1])
+
+
+def test_a_result_that_is_changed_before_backward_needs_it_is_refused() -> None:
+    parts = recomputing(nn.Identity(), "on")
+    with parts.on():
+        made = (torch.ones(64, 64, requires_grad=True) * 2).exp()
+        loss = made.sum()
+        made.detach().add_(1)
+        with pytest.raises(WorkloadError, match=r"shape \(64, 64\) that backward needs was changed in place"):
+            loss.backward()
+
+
+def test_a_dry_run_goes_through_it_on_the_device_of_the_model() -> None:
+    with fake_mode():
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        parts = recomputing(model, "on")
+        with parts.on():
+            model(torch.randn(4, 8)).sum().backward()
+        assert all(param.grad is not None and param.grad.device.type == "cpu" for param in model.parameters())

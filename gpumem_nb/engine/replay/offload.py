@@ -20,7 +20,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...internals.fake_internals import is_fake
-from ...internals.torch_internals import address, in_backward, not_compiled, storage_of, version
+from ...internals.torch_internals import (
+    address,
+    func_transforms_allowed,
+    in_backward,
+    not_compiled,
+    storage_of,
+    version,
+)
 from ...memory.host_pool import HostPool
 from ...memory.ledger.recorder import Recorder
 from ...shared.errors import WorkloadError
@@ -52,7 +59,7 @@ class Offload:
         self.stays([*self._model.parameters(), *self._model.buffers()])
         pack, unpack = not_compiled(self._pack), not_compiled(_unpack)
         try:
-            with saved_tensors_hooks(pack, unpack):
+            with func_transforms_allowed(), saved_tensors_hooks(pack, unpack):
                 yield
         finally:
             self._staying, self._away, self._last = {}, {}, None
@@ -78,7 +85,7 @@ class Offload:
         reference, away = self._away.get((place, version(tensor)), (None, None))
         kept = away() if reference and away and not reference.expired() else None
         if kept is None:
-            kept = _Away(self.pool, storage, self._last() if self._last else None, is_fake(tensor))
+            kept = _Away(self.pool, tensor, self._last() if self._last else None)
             self._away[place, version(tensor)] = StorageWeakRef(storage), weakref.ref(kept)
             self._last = weakref.ref(kept)
         return Aside(kept, tensor)
@@ -87,41 +94,60 @@ class Offload:
         return self.put_aside(tensor) or _Staying(tensor)
 
 
-class Aside:
-    """A tensor that is not there; its bytes are."""
+class _Saved:
+    """A saved tensor and the version that it had: torch compares no versions of what hooks were given."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._counted, self._version, self._shape = tensor.detach(), version(tensor), tensor.shape
+
+    def _check(self) -> None:
+        if version(self._counted) != self._version:
+            raise WorkloadError(
+                f"A tensor of shape {tuple(self._shape)} that backward needs was changed in place after forward "
+                "had used it. Replace the in-place operation in the model or the loss."
+            )
+
+
+class Aside(_Saved):
+    """A tensor that is not there; its bytes are, and the count of its changes."""
 
     def __init__(self, away: _Away, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self._counted = _without_bytes(self._counted)
+        self._version = version(self._counted)
         self._away, self._requires_grad = away, tensor.requires_grad
+        self._device = tensor.device
         self._form = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor, on the device again."""
+        """The tensor, on the device again.
+
+        Raises:
+            WorkloadError: it was changed in place meanwhile.
+        """
+        self._check()
         dtype, *view = self._form
         storage = self._away.back()
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *view)
+        return torch.empty(0, dtype=dtype, device=self._device).set_(storage, *view)
 
     def get(self) -> Tensor:
         """Return the same as a leaf, to compute from it again."""
         return self.tensor.requires_grad_(self._requires_grad)
 
 
-class _Staying:
-    """A saved tensor that stays on the device: torch compares no versions of what hooks were given."""
+class _Staying(_Saved):
+    """A saved tensor that stays on the device."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), version(tensor)
+        super().__init__(tensor)
         if Recorder.current:
             Recorder.current.saved(tensor)
 
     @property
     def tensor(self) -> Tensor:
-        if version(self._tensor) != self._version:
-            raise WorkloadError(
-                f"A tensor of shape {tuple(self._tensor.shape)} that backward needs was changed in place after forward "
-                "had used it. Replace the in-place operation in the model or the loss."
-            )
-        return self._tensor
+        self._check()
+        return self._counted
 
 
 class _Away:
@@ -129,15 +155,16 @@ class _Away:
 
     Args:
         before: what was put aside before it, which backward asks for after it: that is fetched ahead.
-        fake: whether there are no bytes, as in a dry run.
+        tensor: one that lies in it; a dry run has no bytes.
     """
 
-    def __init__(self, pool: HostPool, storage: torch.UntypedStorage, before: _Away | None, fake: bool) -> None:
-        self._pool, self._nbytes, self._device = pool, storage.nbytes(), storage.device
+    def __init__(self, pool: HostPool, tensor: Tensor, before: _Away | None) -> None:
+        storage = tensor.untyped_storage()  # whose device is another one in a dry run
+        self._pool, self._nbytes, self._device = pool, storage.nbytes(), tensor.device
         self._before = weakref.ref(before) if before else None
         self._ahead: tuple[Tensor, Any] | None = None
         self._latest: StorageWeakRef | None = None
-        self._buffer = None if fake else pool.take(self._nbytes, self._device)
+        self._buffer = None if is_fake(tensor) else pool.take(self._nbytes, self._device)
         if self._buffer is not None:
             _copy_out(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage), self._buffer)
 
@@ -173,6 +200,14 @@ class _Away:
 
 def _unpack(saved: Aside | _Staying) -> Tensor:
     return saved.tensor
+
+
+def _without_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor that counts the same changes and holds nothing; in a dry run nothing is changed after it ran."""
+    if is_fake(tensor):
+        return tensor.new_empty(0)
+    tensor.data = tensor.new_empty(0)
+    return tensor
 
 
 def _has_storage(tensor: Tensor) -> bool:
