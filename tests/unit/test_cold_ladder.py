@@ -200,6 +200,11 @@ def test_what_compiled_blocks_need_is_not_said_without_ranks() -> None:
         gm.predict("text-gpt", gpu="T4-16GB", compile="blocks")
 
 
+def test_what_waits_in_host_memory_is_not_said_without_ranks() -> None:
+    with pytest.raises(InvalidInput, match=r"offload_activations=on cannot be said without a session"):
+        gm.predict("text-gpt", gpu="T4-16GB", offload_activations="on")
+
+
 def test_weights_travel_without_their_values_and_tied_ones_stay_tied() -> None:
     model: Any = tower()
     model[1].up.weight = model[0].up.weight

@@ -20,7 +20,7 @@ from ...memory.tensors import tensors_in
 from ...shared.categories import COMMUNICATION, INPUTS
 from ...shared.errors import InvalidInput, WorkloadError, text_of
 from ...shared.forecast import Kernels
-from ...shared.knobs.step import UNCOMPILED, has_narrow_weights
+from ...shared.knobs.step import NOT_OFFLOADED, UNCOMPILED, has_narrow_weights
 from ...shared.knobs.update import ONE_RANK, brings_none
 from ...shared.settings import Settings
 from ...shared.units import DEFAULT_SEED
@@ -92,6 +92,8 @@ class DryStep:
             self._optimizer = self._built()
             if settings.compile != "off":
                 raise InvalidInput(UNCOMPILED)
+            if settings.offload_activations == "on":
+                raise InvalidInput(NOT_OFFLOADED)
             if ranks == 1 and settings.shard_optimizer == "on":
                 raise InvalidInput(ONE_RANK)
             sharing = Sharing(ranks)
@@ -154,7 +156,6 @@ class DryStep:
             self._form.partition.divide(self._optimizer)
         self._recomputing.set_checkpointing(self._settings)
         self._recomputing.set_loss_head(self._settings.loss_head)
-        self._recomputing.set_offload(self._settings.offload_activations)
         try:
             while True:
                 with suppress(Learned), self._recording() as recorder:
@@ -218,7 +219,6 @@ class DryStep:
         for batch in micro_batches(self._workload.loss, self.model, coming, count):
             if Recorder.current:
                 Recorder.current.claim(INPUTS, tensors_in(batch))
-            self._recomputing.stays(batch)
             self._mark("forward")
             with autocast(settings.precision, "cpu"):
                 loss = checked_loss(self._workload.loss(self.model, batch)) / count

@@ -200,6 +200,10 @@ UNCOMPILED = (
     "compile=blocks cannot be said without a session: what compiled blocks need is known only once they are compiled. "
     "Load the model on ranks and %hvd_predict compile=blocks, or ask about compile=off."
 )
+NOT_OFFLOADED = (
+    "offload_activations=on cannot be said without a session: a step without memory does not tell what would wait in "
+    "host memory. Load the model on ranks and %hvd_predict offload_activations=on, or ask about offload_activations=off."
+)
 COMPILE = Knob(
     "compile",
     "off",
