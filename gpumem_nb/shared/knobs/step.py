@@ -202,7 +202,7 @@ UNCOMPILED = (
 )
 NOT_OFFLOADED = (
     "offload_activations=on cannot be said without a session: a step without memory does not tell what would wait in "
-    "host memory. Load the model on ranks and %hvd_predict offload_activations=on, or ask about offload_activations=off."
+    "host memory. Load the model on ranks and %hvd_predict offload_activations=on there, or ask about off."
 )
 COMPILE = Knob(
     "compile",
