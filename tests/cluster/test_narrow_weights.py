@@ -67,7 +67,8 @@ def test_a_live_model_is_flipped_both_ways_and_needs_what_was_predicted(two_rank
         assert weights(session) == before
         session.set(precision=precision)
         assert all(map(sound, losses(session, 3)))
-        assert session.history.tried[-1].peak_bytes == pytest.approx(predicted.live_peak_bytes, rel=1e-3)
+        travelling = 2**18  # fp32 copies of all gradients: how many are on their way at the peak is a matter of time
+        assert session.history.tried[-1].peak_bytes == pytest.approx(predicted.live_peak_bytes, abs=travelling)
         narrow = ["torch.bfloat16", "torch.float32"] if precision == "bf16_weights" else ["torch.float32"]
         assert session.run(TYPES) == [(narrow, True)] * 2
         assert len(weights(session)) == 1
