@@ -20,8 +20,8 @@ def complete(line: str) -> list[str]:
     ("line", "found"),
     [
         ("%hvd_set prec", ["precision="]),
-        ("%hvd_set precision=", ["precision=fp32", "precision=fp16", "precision=bf16"]),
-        ("%hvd_set precision=b", ["precision=bf16"]),
+        ("%hvd_set precision=", ["precision=fp32", "precision=fp16", "precision=bf16", "precision=bf16_weights"]),
+        ("%hvd_set precision=b", ["precision=bf16", "precision=bf16_weights"]),
         ("%hvd_set batch_size=4 clip_norm=n", ["clip_norm=none"]),
         ("%hvd_set snapshot_steps=", ["snapshot_steps=auto", "snapshot_steps=never"]),
         ("%hvd_load digits-s", ["digits-separable"]),
