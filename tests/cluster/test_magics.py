@@ -231,7 +231,7 @@ def offered(shell: InteractiveShell, text: str) -> list[str]:
 
 def test_completion_works_in_the_shell(shell: InteractiveShell) -> None:
     assert offered(shell, "%hvd_set prec") == ["%hvd_set precision="]
-    assert offered(shell, "%hvd_set precision=b") == ["%hvd_set precision=bf16"]
+    assert offered(shell, "%hvd_set precision=b") == ["%hvd_set precision=bf16", "%hvd_set precision=bf16_weights"]
     assert offered(shell, "x = 1\n%hvd_load digits-r") == ["x = 1\n%hvd_load digits-resnet"]
     assert "%hvd_start --timeout" in offered(shell, "%hvd_start --")
     assert offered(shell, "%hvd_trace a.json --") == ["%hvd_trace a.json --steps"]

@@ -121,6 +121,8 @@ class Narrowed:
 
     def bring(self, narrowed: bool) -> None:
         """Let what can be narrow be so, or nothing, on this rank."""
+        if not (narrowed or self._narrow):
+            return  # and ask nothing of a device that may be gone
         with self._exempt():
             if narrowed:
                 self._narrow_all()
