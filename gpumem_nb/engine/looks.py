@@ -108,7 +108,12 @@ def splits_to_mean(trainer: Trainer) -> bool | None:
     live = trainer.live
     wide = "fp32" if not has_narrow_weights(live.settings) else live.settings.precision  # there may be no room for fp32
     whole = live.settings.replace(
-        batch_size=_WHOLE_BATCH, accumulation_steps=1, precision=wide, checkpointing="none", reduction="average"
+        batch_size=_WHOLE_BATCH,
+        accumulation_steps=1,
+        precision=wide,
+        checkpointing="none",
+        reduction="average",
+        shard_gradients="off",
     )
     narrow = any(param.dtype.itemsize < torch.float32.itemsize for param in live.parameters)
     rounding = _ROUNDING_16_BIT if narrow else _ROUNDING

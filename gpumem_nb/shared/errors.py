@@ -137,6 +137,7 @@ def text_of(error: BaseException) -> str:
         return type(error).__name__
 
 
+_CLOSE, _FAR = 0.75, 0.5  # shares of letters that two words have in common
 _LONG_PART = 3  # letters: shorter ones are in too many words
 
 
@@ -146,9 +147,10 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     A word that has a part of another one is close, too: ``gradient_clip`` is to ``clip_norm``.
     """
     choices = list(allowed)
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     parts = {part for part in word.split("_") if len(part) >= _LONG_PART}
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=_CLOSE)
     close = close or [choice for choice in choices if parts & set(choice.split("_"))]
+    close = close or difflib.get_close_matches(word, choices, n=1, cutoff=_FAR)
     if close:
         return f"did you mean {close[0]!r}? Allowed: {', '.join(choices)}"
     return f"allowed: {', '.join(choices)}"

@@ -189,7 +189,9 @@ def test_several_ranks_may_share_the_optimizers_state_and_one_may_not() -> None:
         asked = DryRun(cloudpickle.dumps(wide), Settings(batch_size=1), {"any": target}, largest=True, ranks=ranks)
         return [one.settings for one in dry_process.ask(asked).of["any"].lighter or ()]
 
-    assert Settings(batch_size=1, shard_optimizer="on") in lighter(4)
+    found = lighter(4)
+    assert Settings(batch_size=1, shard_optimizer="on") in found
+    assert Settings(batch_size=1, shard_optimizer="on", shard_gradients="on") in found
     assert not any(one.shard_optimizer == "on" for one in lighter(1))
 
 

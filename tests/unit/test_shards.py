@@ -72,7 +72,8 @@ class Training:
         for _ in range(steps):
             self.gradients()
             form = state_of(self.optimizer)
-            form.update(self.optimizer.step)
+            with form.updating():
+                self.optimizer.step()
             form.spread(form.after_update(settings))
 
     def gradients(self) -> None:

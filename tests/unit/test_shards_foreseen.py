@@ -20,7 +20,7 @@ from gpumem_nb.engine.step.dry_update import AskedUpdate, foresee, timed_on_scra
 from gpumem_nb.engine.step.partition import Partition
 from gpumem_nb.memory.ledger.trace import CODE
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
-from gpumem_nb.shared.categories import OPTIMIZER_STATE
+from gpumem_nb.shared.categories import GRADIENTS, OPTIMIZER_STATE
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from gpumem_nb.shared.forecast import Kernels
 from gpumem_nb.shared.settings import Settings
@@ -135,6 +135,30 @@ def test_without_ranks_a_share_is_predicted_too() -> None:
     own = dataclasses.replace(gm.Workload("mine", layers, rows, loss), optimizer=Adafactor)
     with pytest.raises(WorkloadError, match="Adafactor is none of them"):
         dry_state(2, own, optimizer="own", shard_optimizer="on")
+
+
+def whole_gradients(value: str, **knobs: Any) -> tuple[int, int]:
+    """The most bytes of gradients in a step of 16 layers, and their size."""
+    model = gm.Workload("deep", lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))), rows, loss)
+    shared = {"shard_optimizer": "on", "shard_gradients": value, "bucket_mib": 0.01} | knobs
+    trace = DryStep(model, Batches(rows()), Settings(**shared), Kernels(True, 1024), 4).trace(2)
+    live = most = 0
+    for event in trace.event.tolist():
+        number = abs(event) - 1
+        if trace.category[number] == CODE[GRADIENTS]:
+            live += int(trace.size[number]) * (1 if event > 0 else -1)
+            most = max(most, live)
+    return most, 16 * 65 * 64 * 4
+
+
+@pytest.mark.parametrize("knobs", [{}, {"clip_norm": 1.0, "precision": "bf16"}, {"optimizer": "sgd"}])
+def test_without_ranks_it_is_predicted_that_few_gradients_are_whole(knobs: dict[str, Any]) -> None:
+    most, size = whole_gradients("off", **knobs)
+    assert most == pytest.approx(size, rel=0.05)
+    most, _ = whole_gradients("on", **knobs)
+    assert size / 4 < most < size / 4 + 4 * size / 16, "two buckets are under way, and one is filled"
+    most, _ = whole_gradients("on", accumulation_steps=2, **knobs)
+    assert most > size
 
 
 def test_an_own_optimizer_that_ranks_share_is_whole_again_where_it_is_predicted_so() -> None:

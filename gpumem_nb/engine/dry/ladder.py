@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...shared.categories import ACTIVATIONS, OPTIMIZER_STATE, TEMPORARIES
+from ...shared.categories import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATE, TEMPORARIES
 from ...shared.errors import InvalidInput
 from ...shared.forecast import Kernels, Lighter, Target
 from ...shared.knobs import Need
@@ -87,7 +87,7 @@ class Ladder:
         try:
             settings.check_together(self._ranks)
         except InvalidInput:
-            return settings.replace(shard_optimizer="off")
+            return settings.replace(shard_optimizer="off", shard_gradients="off")
         return settings
 
     def _whole(self, settings: Settings, asked: Target) -> Lighter | None:
@@ -120,9 +120,11 @@ class Ladder:
 
 
 def _other_updates(settings: Settings, handles: Handles) -> list[Settings]:
-    """Return what the update may be instead, the mildest first."""
-    needs = (Need(category, "update", settings, handles, tried_out=True) for category in (TEMPORARIES, OPTIMIZER_STATE))
-    return [one for need in needs for one in mildest_first(need)]
+    """Return what the update, and what it is given, may be instead, the mildest first; of the same samples."""
+    categories = TEMPORARIES, GRADIENTS, OPTIMIZER_STATE
+    needs = (Need(category, "update", settings, handles, tried_out=True) for category in categories)
+    found = (one for need in needs for one in mildest_first(need))
+    return [one for one in found if one.samples_per_rank == settings.samples_per_rank]
 
 
 def _usable(settings: Settings, used: Kernels) -> Settings:

@@ -20,11 +20,13 @@ from ...memory.tensors import tensors_in
 from ...shared.categories import COMMUNICATION, INPUTS
 from ...shared.errors import InvalidInput, WorkloadError, text_of
 from ...shared.forecast import Kernels
+from ...shared.knobs.shards import ONE_RANK
 from ...shared.knobs.step import NOT_OFFLOADED, UNCOMPILED, has_narrow_weights
-from ...shared.knobs.update import ONE_RANK, brings_none
+from ...shared.knobs.update import brings_none
 from ...shared.settings import Settings
 from ...shared.units import DEFAULT_SEED
 from ...shared.workload import Handles
+from ..link.communicator import Single, used_by_thread
 from ..random_state import seeded
 from ..replay.recomputing import Recomputing
 from ..replay.selective import Learned
@@ -32,9 +34,11 @@ from ..step import optimizers
 from ..step.ambient import autocast
 from ..step.buckets import ReductionConfig, carried_dtype, in_turn, into_buckets, outgoing, widened
 from ..step.checks import check_precision, check_tensors, checked_loss, checked_model, checked_optimizer
+from ..step.gradient_shares import GradientShares
 from ..step.narrowed import narrow_weight, to_narrow
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
+from ..step.reduction import GradientReduction
 from ..step.rounding import Rounding
 from ..step.sharing import Sharing
 from . import scratch
@@ -98,7 +102,7 @@ class DryStep:
                 raise InvalidInput(ONE_RANK)
             sharing = Sharing(ranks)
             sharing.apply(self._optimizer, settings, tried=True)
-            self._form = sharing.form(self._optimizer, settings)
+            self._form, self._shares = sharing.form(self._optimizer, settings), GradientShares()
             self._first_state = _copied(dict(self._optimizer.state))
             self._parts.join(self._optimizer)
             narrow = to_narrow(self._parts) if has_narrow_weights(settings) else []
@@ -204,19 +208,44 @@ class DryStep:
 
     def _take(self, batch_size: int) -> None:
         self._zero_grad()
-        self._forward_backward(batch_size)
-        self._mark("reduction")
-        self._send()
+        reduction = self._cutting()
+        with self._as_one_of_many() if reduction else nullcontext():
+            self._forward_backward(batch_size, reduction)
+            self._mark("reduction")
+            if reduction is None:
+                self._send()
+            else:
+                reduction.exchange(failed=False)
+                reduction.take_back(())
         self._mark("update")
         self._update()
 
-    def _forward_backward(self, batch_size: int) -> None:
+    @contextmanager
+    def _as_one_of_many(self) -> Iterator[None]:
+        """Inside, what is sent has arrived at once, from as many ranks as there are."""
+        link = Single()
+        link.size = self._ranks
+        with used_by_thread(link):
+            yield
+
+    def _cutting(self) -> GradientReduction | None:
+        """Return what lets a rank keep its share of gradients alone; nothing where each keeps all."""
+        config, partition = ReductionConfig.under(self._settings), self._form.partition
+        if not (config.shared and partition):
+            return None
+        reduction = GradientReduction(self._params, (), self._ranks, config, torch.device("cpu"), self._shares)
+        reduction.begin(config, False, False, partition.kept(self._params))
+        return reduction
+
+    def _forward_backward(self, batch_size: int, reduction: GradientReduction | None) -> None:
         settings, count = self._settings, self._settings.accumulation_steps
         self._mark("data")
         total = torch.zeros((), dtype=torch.float32)
         taken = self._batches.of if self._fake else self._batches.real
         coming = (taken(batch_size) for _ in range(count))
+        left = count  # by no enumerate, which would hold a batch
         for batch in micro_batches(self._workload.loss, self.model, coming, count):
+            left -= 1
             if Recorder.current:
                 Recorder.current.claim(INPUTS, tensors_in(batch))
             self._mark("forward")
@@ -225,6 +254,8 @@ class DryStep:
             self._recomputing.forward_ended()
             del batch
             self._mark("backward")
+            if reduction and not left:
+                reduction.arm()
             (loss * _LOSS_SCALE if settings.precision == "fp16" else loss).backward()
             total += loss.detach().float()
             del loss
@@ -249,15 +280,17 @@ class DryStep:
         """Unscaling works in place and clipping takes no more than a number for each weight."""
         self._device.log.on_host = not any(group.get("fused") for group in self._optimizer.param_groups)
         clip_norm, optimizer, rounding = self._settings.clip_norm, self._optimizer, self._rounding
+        rows, norms = self._shares.of(self._params)
         step = (lambda: rounding.update(optimizer, optimizer.step)) if rounding else optimizer.step
-        optimizers.update(optimizer, None, clip_norm, lambda: self._form.update(step), foreach=True)
+        optimizers.update_share(optimizer, None, clip_norm, step, self._form.updating, rows, norms, foreach=True)
         self._device.log.on_host = False
-        self._form.after_update(self._settings)
+        self._form.after_update(self._settings, rows)
 
     def _stand_in(self, tensor: Tensor) -> Tensor | None:
         return stand_in(self._mode, tensor) if self._fake else None
 
     def _zero_grad(self) -> None:
+        self._shares.begin({})
         for param in self._parts.parameters():
             param.grad = None
 

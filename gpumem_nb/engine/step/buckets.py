@@ -72,7 +72,7 @@ def arrived(param: Tensor, wires: list[Tensor]) -> None:
         if grad.stride() != param.stride():  # autograd's own would lie as the weight does, and fused kernels rely on it
             grad = torch.empty_like(param).copy_(grad)
         param.grad = grad
-    elif grad.data_ptr() != wire.data_ptr():
+    elif grad is not wire and grad.data_ptr() != wire.data_ptr():
         grad.copy_(wire)
 
 
@@ -107,23 +107,43 @@ class ReductionConfig:
     A bucket is one Horovod group: negotiated once instead of once a tensor. ``bucket_bytes`` large enough keep the
     number of negotiations small, small enough they let the first ones travel while backward still runs.
     ``compressed``: in 16 bit. ``reduction`` is what they become, by the knob's names. ``narrow``: weights lie in bf16.
+    ``shared``: each rank keeps its share of what they become.
     """
 
     bucket_bytes: int
     compressed: bool
     reduction: str
     narrow: bool = False
+    shared: bool = False
 
     @classmethod
     def under(cls, settings: Settings) -> ReductionConfig:
         """As these settings have it."""
         bucket_bytes, narrow = round(settings.bucket_mib * 2**20), has_narrow_weights(settings)
-        return cls(bucket_bytes, settings.compression != "none", settings.reduction, narrow)
+        how = settings.compression != "none", settings.reduction, narrow, settings.shard_gradients == "on"
+        return cls(bucket_bytes, *how)
 
     @property
     def averaged(self) -> bool:
         """Return whether they become their average."""
         return self.reduction == "average"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What all ranks learned from one reduction, the same on each.
+
+    ``sums`` are those of the ballot's numbers. ``missed``: a weight outside of the buckets has a gradient, so the step
+    must be taken again after ``GradientReduction.regroup``. ``partial`` are the weights for which only some ranks had a
+    gradient. ``square`` is the mean of all ranks' squared norms before it, of a step that is measured.
+    ``error``, this rank's own, is what kept it from sending its gradients, or from taking back what came.
+    """
+
+    sums: list[int]
+    missed: bool
+    partial: tuple[Tensor, ...]
+    square: float
+    error: BaseException | None
 
 
 class Bucket:
@@ -145,6 +165,7 @@ class Bucket:
         self.sent: Any = None  # on GPUs an event of the stream that made the gradients
         self.wires: list[list[Tensor]] = []
         self.square: Tensor | None = None
+        self.travelled = False  # in the step under way: it has arrived, and must not be sent again
         self.places: dict[int, Tensor] = {}  # of weights without a gradient here, for what comes in another type
 
 
@@ -163,7 +184,12 @@ def into_buckets(params: Sequence[Tensor], most_bytes: int) -> list[Bucket]:
     return buckets
 
 
-_COPIES_AT_ONCE = 2  # buckets whose copies are wider than their gradients: one is under way while the next is copied
+def unsent(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Return those that have not left in this step."""
+    return [bucket for bucket in buckets if bucket.transfer is None and not bucket.travelled]
+
+
+COPIES_AT_ONCE = 2  # buckets whose copies are wider than their gradients: one is under way while the next is copied
 
 
 def widened(bucket: Bucket, compressed: bool) -> bool:
@@ -179,7 +205,7 @@ def in_turn(buckets: Iterable[Bucket], compressed: bool) -> Iterator[tuple[Bucke
     """Give buckets to send, each with the one whose copies must be gone before it is copied, if there is one."""
     under_way: deque[Bucket] = deque()
     for bucket in buckets:
-        yield bucket, under_way.popleft() if len(under_way) == _COPIES_AT_ONCE else None
+        yield bucket, under_way.popleft() if len(under_way) == COPIES_AT_ONCE else None
         under_way += [bucket] if widened(bucket, compressed) else []
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -72,6 +72,8 @@ class AskedUpdate(NamedTuple):
         sent_bytes: how many bytes of weights ranks give each other at once, where they share the state.
         held, wanted: how ranks share the optimizer's state, and how they would; ``None``: each has all of it.
         rounding: how weights in bf16 are updated that were in fp32; ``None``: there are none.
+        rows: this rank's share of gradients by places of weights, where it has no whole ones.
+        norms: those of the whole ones then.
     """
 
     optimizer: Optimizer
@@ -81,6 +83,8 @@ class AskedUpdate(NamedTuple):
     sent_bytes: int = 0
     held: Partition | None = None
     wanted: Partition | None = None
+    rows: Mapping[int, Tensor] | None = None
+    norms: Sequence[Tensor] = ()
     rounding: Rounding | None = None
 
     @classmethod
@@ -89,11 +93,16 @@ class AskedUpdate(NamedTuple):
         settings = live.settings
         scaler, optimizer = live.scaler if settings.precision == "fp16" else None, live.optimizer_in_question()
         held, sent_bytes = state_of(optimizer).partition, ReductionConfig.under(settings).bucket_bytes
-        wanted = held
-        if live.sharing.wanted(settings) != (held is not None):
-            wanted = live.sharing.form(optimizer, settings).partition
-        how, rounding = (settings.optimizer_impl, scaler, settings.clip_norm), live.narrowed.rounding(optimizer)
-        return cls(optimizer, *how, sent_bytes, held, wanted, rounding)
+        wanted, params = live.sharing.partition(optimizer, settings), in_groups(optimizer)
+        shared = (sent_bytes, held, wanted, *live.shares.of(params), live.narrowed.rounding(optimizer))
+        return cls(optimizer, settings.optimizer_impl, scaler, settings.clip_norm, *shared)
+
+    def with_gradients(self, stand_in: Callable[[Tensor], Tensor]) -> AskedUpdate:
+        """Return the same with other tensors in place of this rank's share of gradients."""
+        if self.rows is None:
+            return self
+        rows = {place: stand_in(row) for place, row in self.rows.items()}
+        return self._replace(rows=rows, norms=[stand_in(norm) for norm in self.norms])
 
     def bring_state(self, copied: Optimizer) -> None:
         """Let a copy of the optimizer, whose numbers do not matter, hold its state as ranks would share it."""
@@ -106,15 +115,16 @@ class AskedUpdate(NamedTuple):
 
     def take(self, copied: Optimizer, scaler: GradScaler | None, step: Callable[[], Any]) -> None:
         """Take this update with a copy of the optimizer, and the memory for what ranks would then give each other."""
-        shares = self.wanted.updating(copied) if self.wanted else nullcontext()
 
-        def update() -> None:
-            with shares:
-                self.rounding.update(copied, step) if self.rounding else step()
+        def updating(rows: Mapping[int, Tensor] | None) -> AbstractContextManager[None]:
+            return self.wanted.updating(copied, rows) if self.wanted else nullcontext()
 
-        optimizers.update(copied, scaler, self.clip_norm, update)
+        def rounded() -> None:
+            self.rounding.update(copied, step) if self.rounding else step()
+
+        optimizers.update_share(copied, scaler, self.clip_norm, rounded, updating, self.rows, self.norms)
         if self.wanted:
-            of_weights(self.wanted, in_groups(copied), self.sent_bytes)
+            of_weights(self.wanted, in_groups(copied), self.sent_bytes, self.rows)
 
 
 def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Tensor], int]) -> Foreseen:
@@ -142,13 +152,14 @@ def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Ten
             mode = fake_mode()
             dry = _Copies(lambda tensor: _fake(mode, log, tensor), copied_as_fake(mode))
             fake, dry_scaler = dry.of_optimizer(optimizer), dry.of_scaler(scaler) if scaler else None
+            asked = update.with_gradients(lambda tensor: _fake(mode, log, tensor))
             dry.let_go()
             stack.enter_context(mode)
             stack.enter_context(_Watching(log, mode, device, optimizers.is_torchs(optimizer)))
             optimizers.set_implementation(fake, update.implementation)
             stack.enter_context(step_hooks_held_back(fake, pre=True))
             update.bring_state(fake)
-            update.take(fake, dry_scaler, lambda: type(fake).step(fake))
+            asked.take(fake, dry_scaler, lambda: type(fake).step(fake))
             if was_changed():
                 raise CannotBeForeseen(_BY_ANOTHER_WAY)
             owned = kept_by(fake, lambda param: dry.real.get(id(param)))
@@ -186,6 +197,7 @@ def timed_on_scratch(update: AskedUpdate, device: Device) -> float | None:
         update: of one of torch's own optimizers, or one that was foreseen.
         device: where the weights are.
     """
+    update = update._replace(rows=None)  # which takes about as long of whole gradients
     optimizer, scaler = update.optimizer, update.scaler
     here = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     room = device.room()

@@ -10,7 +10,7 @@ averaged over steps by itself, because the mean of their ratio would be another 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import compress
 
 import torch
@@ -60,15 +60,23 @@ class FiniteCheck:
         self.look([loss])
         return self._found
 
-    def failure(self, rank: int, params: Iterable[Tensor], parts: Parts) -> Failure | None:
+    def failure(
+        self,
+        rank: int,
+        params: Iterable[Tensor],
+        parts: Parts,
+        norm: Callable[[Tensor], Tensor | None] = lambda _: None,
+    ) -> Failure | None:
         """Return this rank's failure because of its gradients; ``None`` if all are finite. Waits for the device.
 
-        A bucket that was sent may hold the average by now: not finite in one is not finite in the other.
+        A bucket that was sent may hold the average by now: not finite in one is not finite in the other. Of gradients
+        that are not whole any more ``norm`` gives that of the average.
         """
         if not self._found:
             return None
         for param in params:
-            if (gradient := param.grad) is not None and not torch.isfinite(values := values_of(gradient)).all():
+            gradient = param.grad if (of_whole := norm(param)) is None else of_whole
+            if gradient is not None and not torch.isfinite(values := values_of(gradient)).all():
                 names = {id(param): name for name, param in parts.named_parameters()}
                 message = (
                     f"the gradient of {names[id(param)]} became {values.norm().item()}, though the loss is finite. "
@@ -161,6 +169,56 @@ class GradientsHad:
     def sometimes(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Those that had one in some steps, and in others on no rank."""
         return [param for param in params if id(param) in self._had and id(param) in self._lacked]
+
+
+FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
+
+
+class Presence:
+    """Which weights have a gradient on which ranks, as all of them learn it from the sum of a code for each weight.
+
+    Attributes:
+        frozen: of each weight, whether it is frozen on all ranks.
+        partial: those with a gradient on some ranks only, in the latest step.
+        absent: the ids of those with a gradient on none.
+
+    Args:
+        params: in the same order on all ranks.
+        ranks: how many there are.
+    """
+
+    def __init__(self, params: Sequence[Tensor], ranks: int) -> None:
+        self._params, self._ranks = params, ranks
+        self.frozen = [not param.requires_grad for param in params]
+        self.partial: tuple[Tensor, ...] = ()
+        self.absent: set[int] = set()
+        self._heard: list[float] = []
+        self._told: tuple[tuple[list[bool], list[bool]], Tensor] | None = None
+
+    def codes(self, there: list[bool], device: torch.device) -> Tensor:
+        """Return this rank's codes; ``there`` says which weights have a gradient."""
+        facts = [param.requires_grad for param in self._params], there
+        if self._told is None or self._told[0] != facts:  # fetching it from the host would wait for the device
+            codes = [FROZEN * (not trained) + has_one for trained, has_one in zip(*facts, strict=True)]
+            self._told = facts, torch.tensor(codes, dtype=torch.float32, device=device)
+        return self._told[1]
+
+    def complete(self, params: Iterable[Tensor], ready: Collection[int]) -> bool:
+        """Return whether all of these are ``ready``, by id, but those that had a gradient on no rank the last time."""
+        return all(id(param) in ready or id(param) in self.absent for param in params)
+
+    def learn(self, means: list[float], grouped: Sequence[bool]) -> bool:
+        """Take in the means of all ranks' codes; returns whether a weight that was ``grouped`` out has a gradient."""
+        if means == self._heard:  # nothing was learned since from which other buckets were made
+            return False
+        sums = [round(number * self._ranks) for number in means]
+        there = [total % FROZEN for total in sums]
+        self.frozen = [total // FROZEN == self._ranks for total in sums]
+        missed = any(count and out for count, out in zip(there, grouped, strict=True))
+        self.partial = tuple(param for param, count in zip(self._params, there, strict=True) if 0 < count < self._ranks)
+        self.absent = {id(param) for param, count in zip(self._params, there, strict=True) if not count}
+        self._heard = [] if missed else means
+        return missed
 
 
 EVERY_STEPS = 20

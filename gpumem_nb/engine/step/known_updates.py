@@ -56,7 +56,7 @@ class KnownUpdates:
         optimizer = update.optimizer
         known = optimizer is live.optimizer or live.state_would_leave  # else held for what is not in use
         recorder.claim_model(live.parts.parameters(), live.optimizer.state if known else {})
-        number_of = recorder.pause(held_by(optimizer))
+        number_of = recorder.pause([*held_by(optimizer), *(update.rows or {}).values(), *update.norms])
         try:
             found, why_taken = self.foresee(update, device.torch_device, number_of), ""
         except CannotBeForeseen as error:
@@ -77,14 +77,14 @@ class KnownUpdates:
     def foresee(self, update: AskedUpdate, device: torch.device, allocation: Callable[[Tensor], int]) -> Foreseen:
         """Return what the next update would allocate. Arguments and errors are those of :func:`.dry_update.foresee`."""
         optimizer = update.optimizer
-        held, weights = held_by(optimizer), list(in_groups(optimizer))
+        held, weights = [*held_by(optimizer), *(update.rows or {}).values()], list(in_groups(optimizer))
         sparse = any(tensor.layout is not torch.strided for tensor in held)  # of which samples say how much they hold
         if sparse or stepped_by_others(optimizer) or not optimizers.is_torchs(optimizer):
             return foresee(update, device, allocation)
         lying = list(map(allocation, held))
         numbers = list(dict.fromkeys([0, *lying]))
         places = {number: place for place, number in enumerate(numbers)}
-        shares = update.held, update.wanted, update.sent_bytes, update.rounding
+        shares = update.held, update.wanted, update.sent_bytes, update.rows and tuple(update.rows), update.rounding
         how = update.implementation, update.scaler is None, update.clip_norm is None, shares
         key = (
             (type(optimizer), *how, device, *_code(optimizer)),

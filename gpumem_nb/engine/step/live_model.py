@@ -24,6 +24,7 @@ from ..link.communicator import here, same_everywhere
 from ..link.signals import interruptible
 from ..replay.recomputing import Recomputing
 from . import checks, optimizers
+from .gradient_shares import GradientShares
 from .narrowed import Narrowed
 from .optimizer_state import Parked, Replicas, state_of
 from .parts import Modes, Parts, in_groups, note_steps, steps_before
@@ -49,7 +50,7 @@ class LiveModel:
         own_rate: the learning rate that people knew it by then.
         scheduler: what sets the own optimizer's learning rates with ``lr_schedule=own``, if the workload brought one.
         course: where training is in the schedule that the knobs name.
-        sharing: whether ranks share the state of the optimizer in use.
+        sharing, shares: whether ranks share the state of the optimizer in use; what this one keeps of gradients then.
         narrowed: the weights that lie in bf16 instead of fp32.
         parameters: what is trained, in the optimizer's order.
         scaler: fp16's loss scaling, one for the whole life of the workload, whose scale survives leaving fp16.
@@ -98,6 +99,7 @@ class LiveModel:
         self._parked: tuple[str, Parked, Rates] | None = None  # used last, until a step was done with another one
         self._in_use: Settings | None = None  # while others are tried
         self.sharing, self.narrowed = Sharing(ranks, device.exempt), Narrowed(self.parts, device.exempt)
+        self.shares = GradientShares()
         self.parameters: list[Tensor] = in_groups(self.optimizer)
         self._known = {id(param): (weakref.ref(param), param.shape) for param in self.parts.parameters()}
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
@@ -222,10 +224,7 @@ class LiveModel:
         self._note(shard_optimizer=settings.shard_optimizer)
 
     def join_shards(self, settings: Settings) -> None:
-        """Give every rank the whole state of all optimizers, where these settings ask for it. All ranks come here.
-
-        Raises as :meth:`.sharing.Sharing.end` does.
-        """
+        """Give every rank the whole state of all optimizers, where settings ask for it; raises as its ``end``."""
         if self.sharing.joins(settings):
             name, parked, _ = self._parked or ("", None, None)
             held = (one for one in (self.own_optimizer, self.optimizer) if one)
@@ -388,6 +387,7 @@ class LiveModel:
 
     def zero_grad(self, weights: list[Tensor] | None = None) -> None:
         """Let go of all gradients, also of those that a cell has left; ``weights`` are all of the modules, if known."""
+        self.shares.begin({})
         self.parts.zero_grad(self.parameters, weights)
 
     def _note(self, **applied: Any) -> None:

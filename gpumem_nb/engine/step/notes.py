@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...internals.torch_internals import has_step_hooks, stepped_by_others
 from ...memory.device import Device
-from ...shared.knobs.update import ONE_RANK
+from ...shared.knobs.shards import ONE_RANK
 from ...shared.workload import Workload, WorkloadInfo
 from ..data.stream import Stream
 from ..link.settings import why_flat

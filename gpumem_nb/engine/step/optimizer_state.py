@@ -7,7 +7,7 @@ of it, or its share (``shards.py``).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -64,11 +64,12 @@ class Replicas:
         assert optimizer is not None
         return optimizer
 
-    def update(self, step: Callable[[], Any]) -> None:
-        """Let the optimizer take its ``step`` of what this rank updates, which is all."""
-        step()
+    @contextmanager
+    def updating(self, gradients: Mapping[int, Tensor] | None = None) -> Iterator[None]:
+        """Inside, the optimizer has what this rank updates, which is all."""
+        yield
 
-    def after_update(self, settings: Settings) -> Exchange | None:
+    def after_update(self, settings: Settings, gradients: Collection[int] | None = None) -> Exchange | None:
         """Take the memory in which ranks give each other what they have updated; none where each updates all."""
         return None
 

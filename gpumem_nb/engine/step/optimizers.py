@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from ...internals import bitsandbytes_internals
 from ...internals.fake_internals import modes_set_aside
-from ...internals.torch_internals import has_step_hooks, keep_scale_from
+from ...internals.torch_internals import found_by_others, has_step_hooks, keep_scale_from
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from ...shared.knobs.update import NO_8_BIT, NO_MUON, no_matrices
@@ -271,12 +272,45 @@ def put_state(optimizer: Optimizer, state: dict[Any, Any], groups: list[dict[str
         group.update({name: value for name, value in saved.items() if name != "params"})
 
 
+Updating = Callable[[Mapping[int, Tensor] | None], AbstractContextManager[None]]
+
+
+def update_share(
+    optimizer: Optimizer,
+    scaler: GradScaler | None,
+    clip_norm: float | None,
+    step: Callable[[], Any],
+    updating: Updating,
+    rows: Mapping[int, Tensor] | None,
+    norms: Sequence[Tensor],
+    foreach: bool | None = None,
+) -> Tensor | None:
+    """:func:`update` what this rank updates, of gradients that are whole, or of its share of them.
+
+    Args:
+        optimizer, scaler, clip_norm, step, foreach: as there.
+        updating: inside of it the optimizer has what this rank updates.
+        rows: its share of gradients by places of weights; ``None``: it has them whole.
+        norms: those of the whole ones, where it has a share.
+    """
+    if rows is not None:
+        with updating(rows):
+            return update(optimizer, scaler, clip_norm, step, foreach, norms)
+
+    def of_share() -> None:
+        with updating(None):
+            step()
+
+    return update(optimizer, scaler, clip_norm, of_share, foreach)
+
+
 def update(
     optimizer: Optimizer,
     scaler: GradScaler | None,
     clip_norm: float | None,
     step: Callable[[], Any],
     foreach: bool | None = None,
+    norms: Sequence[Tensor] | None = None,
 ) -> Tensor | None:
     """Unscale, clip, update: in this order, because clipping is about true gradients.
 
@@ -286,6 +320,7 @@ def update(
         clip_norm: scale all gradients down together when their 2-norm exceeds this, unless it is ``None``.
         step: does the update.
         foreach: whether norms are computed together; ``None`` for torch's own choice, which knows no fake tensors.
+        norms: those of whole gradients, where the optimizer has a share of each; ``None``: it has them whole.
 
     Returns:
         The loss scale before and after the update, on the device; ``None`` without a scaler.
@@ -297,14 +332,20 @@ def update(
     dense = in_8_bits or clip_norm is not None
     params = in_groups(optimizer) if dense or scaler else []  # of thousands of weights, each list takes its time
     if scaler:
-        one = torch.ones((), dtype=torch.float32, device=params[0].device)
+        one = torch.ones((), dtype=torch.float32, device=(params or norms or [torch.empty(0)])[0].device)
         before = scaler.scale(one)
         scaler.unscale_(optimizer)
+        if norms:
+            norms = [norm / before for norm in norms]
+            found_by_others(scaler, optimizer, ~torch.stack(norms).isfinite().all())
     if dense and any(param.grad is not None and param.grad.is_sparse for param in params):
         instead = ("AdamW8bit", "optimizer=sgd") if in_8_bits else ("clip_norm", "clip_norm=none")
         raise WorkloadError(_SPARSE.format(*instead))
-    if clip_norm is not None:
+    if clip_norm is not None and norms is None:
         torch.nn.utils.clip_grad_norm_(params, clip_norm, foreach=foreach)
+    elif clip_norm is not None and norms:
+        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        torch.nn.utils.clip_grads_with_norm_(params, clip_norm, total, foreach=foreach)
     step()
     if not scaler:
         return None

@@ -118,6 +118,10 @@ class Partition:
         """Return this rank's share of a weight, which may be empty."""
         return Span(place, *self.borders[place][self.rank : self.rank + 2])
 
+    def kept(self, params: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
+        """Return from where to where this rank has elements of each of these weights, by their ids."""
+        return {id(param): self.mine(place)[1:] for place, param in enumerate(params[: len(self.borders)])}
+
     def spans(self, places: Collection[int]) -> list[list[Span]]:
         """Return what each rank has of these weights."""
         return [
@@ -126,14 +130,16 @@ class Partition:
         ]
 
     @contextmanager
-    def updating(self, optimizer: Optimizer) -> Iterator[None]:
+    def updating(self, optimizer: Optimizer, gradients: Mapping[int, Tensor] | None = None) -> Iterator[None]:
         """Inside, an optimizer (or a copy with the same groups) has nothing but this rank's share of its weights.
+
+        ``gradients`` are the rows of its share by places of weights; by default weights have whole ones.
 
         Raises:
             WorkloadError: a gradient is sparse.
         """
         params = in_groups(optimizer)
-        found = {id(param): self._view(param, place) for place, param in enumerate(params)}
+        found = {id(param): self._view(param, place, gradients) for place, param in enumerate(params)}
         views = {of: view for of, view in found.items() if view is not None}
         of_view = {id(views[id(param)]): param for param in params if id(param) in views}
         whole, state = [group["params"] for group in optimizer.param_groups], dict(optimizer.state)
@@ -151,11 +157,13 @@ class Partition:
             optimizer.state.clear()
             optimizer.state.update(state)
 
-    def _view(self, param: Tensor, place: int) -> Tensor | None:
+    def _view(self, param: Tensor, place: int, gradients: Mapping[int, Tensor] | None) -> Tensor | None:
         _, begin, end = self.mine(place)
         if begin == end:
             return None
         view, gradient = in_memory_order(param)[begin:end], param.grad
+        if gradients and place in gradients:
+            view.grad, gradient = gradients[place], None
         if gradient is not None and gradient.is_sparse:
             raise WorkloadError("shard_optimizer=on cannot divide a sparse gradient. Use shard_optimizer=off")
         if gradient is not None:
@@ -254,9 +262,15 @@ class Exchange:
         return message[at : at + (span.end - span.begin) * dtype.itemsize].view(dtype)
 
 
-def of_weights(partition: Partition, params: Sequence[Tensor], most_bytes: int) -> Exchange:
-    """Return what brings ranks the weights that others have updated: those with a gradient, the same on all ranks."""
-    dtypes = {place: param.dtype for place, param in enumerate(params) if param.grad is not None}
+def of_weights(
+    partition: Partition, params: Sequence[Tensor], most_bytes: int, gradients: Collection[int] | None
+) -> Exchange:
+    """Return what brings ranks the weights that others have updated: those with a gradient, the same on all ranks.
+
+    ``gradients`` are the places of those of which ranks have shares of gradients, if they have no whole ones.
+    """
+    there = gradients or ()
+    dtypes = {place: param.dtype for place, param in enumerate(params) if param.grad is not None or place in there}
     return Exchange("shares", partition, dtypes, most_bytes, params[0].device)
 
 

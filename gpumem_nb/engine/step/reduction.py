@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from ..link.communicator import AVERAGE, Transfer, here
 from ..link.signals import postponed
 from .ballot import NUMBERS
 from .buckets import (
+    COPIES_AT_ONCE,
     Bucket,
+    Reduced,
     ReductionConfig,
     arrived,
     carried_dtype,
@@ -28,29 +30,12 @@ from .buckets import (
     rounding,
     share_lost,
     stand_ins,
+    unsent,
     widened,
 )
-from .gradients import FiniteCheck, marks, square_of
+from .gradient_shares import GradientShares, Spans
+from .gradients import FiniteCheck, Presence, marks, square_of
 from .step_clock import BucketTransfer, event_here
-
-FROZEN = 1024  # what a frozen weight counts for where a gradient counts for 1; there are fewer ranks than that
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """What all ranks learned from one reduction, the same on each.
-
-    ``sums`` are those of the ballot's numbers. ``missed``: a weight outside of the buckets has a gradient, so the step
-    must be taken again after :meth:`GradientReduction.regroup`. ``partial`` are the weights for which only some ranks
-    had a gradient. ``square`` is the mean of all ranks' squared norms before it, of a step that is measured.
-    ``error``, this rank's own, is what kept it from sending its gradients, or from taking back what came.
-    """
-
-    sums: list[int]
-    missed: bool
-    partial: tuple[Tensor, ...]
-    square: float
-    error: BaseException | None
 
 
 class GradientReduction:
@@ -70,6 +55,7 @@ class GradientReduction:
         torn: a gradient changed after it had left, as reentrant checkpoints and hooks can do: the step must be taken
             again, on all ranks after :meth:`wait_for_backward`.
         transfers: the buckets that have arrived since :meth:`begin`.
+        shares: what this rank keeps of averaged gradients, where it does not keep all.
         ballot: what this rank votes, to be written before :meth:`finish`: ``NUMBERS`` whole numbers in float32, whose
             sums over all ranks stay below 2**24. The first one says whether the rank failed.
     """
@@ -81,6 +67,7 @@ class GradientReduction:
         ranks: int,
         config: ReductionConfig,
         device: torch.device,
+        shares: GradientShares | None = None,
     ) -> None:
         """Reduce these weights.
 
@@ -90,16 +77,16 @@ class GradientReduction:
             ranks: how many there are.
             config: how gradients travel, until :meth:`begin` says otherwise.
             device: where the ballot lies.
+            shares: takes in what this rank keeps, if not all.
         """
-        self._config = config
+        self.shares, self._config = shares or GradientShares(), config
+        self._had: set[int] = set()  # weights whose gradients have left in this step
         self._params = [param for param in params if param.numel()]
         self._sparse = {id(params[place]) for place in sparse}
         self._ranks = ranks
-        self._frozen = [not param.requires_grad for param in self._params]  # on all ranks
+        self._presence = Presence(self._params, ranks)
         self._early = True
         self._armed = False
-        self._learned: tuple[list[float], tuple[Tensor, ...], set[int]] = ([], (), set())
-        self._codes: tuple[tuple[list[bool], list[bool]], Tensor] | None = None
         self._buckets: list[Bucket] = []
         self._grouped: list[bool] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -115,9 +102,9 @@ class GradientReduction:
 
     def regroup(self) -> None:
         """Send from now on what is not frozen on all ranks."""
-        if self._grouped == self._frozen:
+        if self._grouped == self._presence.frozen:
             return
-        self._grouped = self._frozen
+        self._grouped = self._presence.frozen
         self._group()
 
     def _group(self) -> None:
@@ -143,20 +130,21 @@ class GradientReduction:
     @property
     def gradients(self) -> tuple[list[Tensor], set[int], bool]:
         """What takes part, and of the latest step: which had a gradient on no rank, did any on some ranks only."""
-        _, partial, absent = self._learned
-        return self._params, absent, bool(partial)
+        return self._params, self._presence.absent, bool(self._presence.partial)
 
-    def begin(self, config: ReductionConfig, rounding_measured: bool, squares_measured: bool) -> None:
+    def begin(self, config: ReductionConfig, rounding: bool, squares: bool, spans: Spans | None = None) -> None:
         """A step begins, perhaps for another time; it tells :attr:`lost` and squared norms if these are measured."""
+        self.shares.begin(spans or {})
+        self._had.clear()
         self.transfers.clear()
         self.finite.begin()
-        self._rounded = [] if rounding_measured else None
-        self._measures = squares_measured and config.reduction != "adasum"  # which makes no average
+        self._rounded = [] if rounding else None
+        self._measures = squares and config.reduction != "adasum"  # which makes no average
         before, self._config = self._config, config
         if (config.bucket_bytes, config.narrow) != (before.bucket_bytes, before.narrow):
             self._group()
         for bucket in self._buckets:
-            bucket.square = None
+            bucket.square, bucket.travelled = None, False
 
     @property
     def lost(self) -> Tensor | None:
@@ -172,12 +160,13 @@ class GradientReduction:
     def look_at_rest(self) -> None:
         """Look whether the gradients that were not sent yet are finite, and measure them if the step is measured."""
         gradients = [param.grad for param in self._params]
-        self.there = [gradient is not None for gradient in gradients]
-        unsent = [bucket for bucket in self._buckets if bucket.transfer is None]
-        self.torn |= any(bucket.transfer and bucket.left_as != marks(bucket.params) for bucket in self._buckets)
-        rest = (param.grad for bucket in unsent for param in bucket.params)
-        self.finite.look(gradients if len(unsent) == len(self._buckets) else rest)
-        for bucket in unsent:
+        self.there = [param.grad is not None or id(param) in self._had for param in self._params]
+        rest = unsent(self._buckets)
+        left = [bucket for bucket in self._buckets if bucket.transfer or bucket.travelled]
+        self.torn |= any(bucket.left_as != marks(bucket.params) for bucket in left)
+        of_rest = (param.grad for bucket in rest for param in bucket.params)
+        self.finite.look(gradients if len(rest) == len(self._buckets) else of_rest)
+        for bucket in rest:
             self._measure(bucket)
 
     def average_square(self) -> Tensor | None:
@@ -185,7 +174,7 @@ class GradientReduction:
         if not (self._measures and self._buckets):
             return None
         times = 1 if self._config.averaged else self._ranks  # of the average, that a gradient now is
-        squares = [square_of(bucket.params).to(self._row.device) for bucket in self._buckets]
+        squares = [self.shares.square(bucket.params).to(self._row.device) for bucket in self._buckets]
         return torch.stack(squares).sum() / times**2
 
     def finish(self, failed: bool) -> Reduced:
@@ -204,22 +193,22 @@ class GradientReduction:
         self._notice_arrivals()
         error = None if failed else self._counting()
         if here().size > 1:
-            error = self._exchange(failed or error is not None) or error
+            error = self.exchange(failed or error is not None) or error
         numbers: list[float] = self._row.tolist()
         sums = [round(number * self._ranks) for number in numbers[:NUMBERS]]
         if sums[0]:  # some rank failed: nothing is learned from what it sent
             self._let_go()
             return Reduced(sums, False, (), 0.0, error)
-        missed, partial, absent = self._learn(numbers[NUMBERS + 1 :])
+        missed = self._presence.learn(numbers[NUMBERS + 1 :], self._grouped)
         try:
             if not missed:
-                self._take_back(absent)
+                self.take_back(self._presence.absent)
         except BaseException as raised:
             error = raised
         self._let_go()
         if not missed:
             self.regroup()
-        return Reduced(sums, missed, partial, numbers[NUMBERS], error)
+        return Reduced(sums, missed, self._presence.partial, numbers[NUMBERS], error)
 
     def _counting(self) -> BaseException | None:
         try:
@@ -229,34 +218,41 @@ class GradientReduction:
             return error
         return None
 
-    def _exchange(self, failed: bool) -> BaseException | None:
+    def exchange(self, failed: bool) -> BaseException | None:
         """Give the others what they wait for, and get what they send; says what kept gradients from being sent."""
-        carrier, error, back = self._carrier(), None, set[int]()
+        carrier, error = self._carrier(), None
         # All ranks send in this order what has not left yet: a rank that waits for a bucket has sent those before it.
-        order = sorted(self._buckets, key=lambda one: (one is carrier, widened(one, self._config.compressed)))
+        order = sorted(self._buckets, key=lambda one: (one is carrier, self._goes_late(one)))
         if not failed:
             try:
-                self._send_rest(order, carrier, back)
+                self.send_rest(order, carrier)
             except BaseException as raised:
                 error = raised
                 self.ballot[0].fill_(1)
         if failed or error is not None:
-            self._take_part([bucket for bucket in order if bucket.index not in back], carrier)
+            self._take_part(order, carrier)
         if carrier is None:
             here().all_reduce([self._row], "gpumem_nb.ballot", AVERAGE)
         for bucket in self._buckets:
             self._wait_for(bucket)
         return error
 
-    def _send_rest(self, order: list[Bucket], carrier: Bucket | None, back: set[int]) -> None:
-        """Send what was not sent yet; ``back`` takes in the indices of buckets that have arrived and are taken back."""
-        unsent = [bucket for bucket in order if bucket.transfer is None]
-        for bucket, first in in_turn(unsent, self._config.compressed):
-            if first is not None:
-                back.add(first.index)
+    def send_rest(self, order: Sequence[Bucket], carrier: Bucket | None) -> None:
+        """Send what was not sent yet."""
+        for bucket, first in in_turn(unsent(order), self._config.compressed):
+            if self.shares.wanted:
+                self._cut_all_but(COPIES_AT_ONCE - 1)
+            elif first is not None:
                 self._wait_for(first)
                 copies_back(first)
             self._send(bucket, self._row if bucket is carrier else None)
+
+    def _cut_all_but(self, most: int) -> None:
+        """Wait until so many buckets are under way, and keep this rank's share; all ranks send them in one order."""
+        sent = [bucket for bucket in self._buckets if bucket.transfer is not None]
+        for bucket in sent[: len(sent) - most] if len(sent) > most else ():
+            self._wait_for(bucket)
+            self.shares.cut(bucket)
 
     def _carrier(self) -> Bucket | None:
         """Return the bucket that the ballot travels in, if it can."""
@@ -271,20 +267,16 @@ class GradientReduction:
             self._row[NUMBERS].copy_(torch.stack(squares).sum())
         else:
             self._row[NUMBERS].fill_(0)
-        facts = [param.requires_grad for param in self._params], self.there
-        if self._codes is None or self._codes[0] != facts:  # fetching it from the host would wait for the device
-            codes = [FROZEN * (not trained) + there for trained, there in zip(*facts, strict=True)]
-            self._codes = facts, torch.tensor(codes, dtype=torch.float32, device=self._row.device)
-        self._row[NUMBERS + 1 :].copy_(self._codes[1])
+        self._row[NUMBERS + 1 :].copy_(self._presence.codes(self.there, self._row.device))
 
     def _take_part(self, order: list[Bucket], carrier: Bucket | None) -> None:
         """Send what others wait for, bucket by bucket, through memory that each of them uses again."""
         for param in self._params:
             param.grad = None
-        unsent = [bucket for bucket in order if bucket.transfer is None]
-        places = stand_ins(unsent, self._sparse, self._config.compressed, here().on_host)
+        rest = unsent(order)
+        places = stand_ins(rest, self._sparse, self._config.compressed, here().on_host)
         for bucket in order:
-            if bucket.transfer is None:
+            if bucket in rest:
                 wires = next(places)
                 self._start(bucket, wires if bucket is not carrier else [*wires, self._row])
             self._wait_for(bucket)
@@ -294,10 +286,14 @@ class GradientReduction:
         transfer, bucket.transfer = bucket.transfer, None
         if transfer is not None:
             transfer.wait()
+            bucket.travelled = True
             self._arrived(bucket, transfer)
 
-    def _take_back(self, absent: Collection[int]) -> None:
+    def take_back(self, absent: Collection[int]) -> None:
+        """Let what came be the gradients, or keep this rank's share; but those that are ``absent`` on all ranks."""
         for bucket in self._buckets:
+            if self.shares.wanted:
+                self.shares.cut(bucket)
             for param, wires in zip(bucket.params, bucket.wires, strict=bool(bucket.wires)):
                 if id(param) in absent:
                     continue
@@ -305,6 +301,7 @@ class GradientReduction:
                     param.grad = bucket.places.get(id(param))
                 if wires:
                     arrived(param, wires)
+        self.shares.drop(absent)
 
     def _let_go(self) -> None:
         for bucket in self._buckets:
@@ -332,13 +329,28 @@ class GradientReduction:
             self._early = False
             return
         bucket.ready.add(id(param))
-        later = bucket is self._buckets[-1] or widened(bucket, self._config.compressed)
-        if self._early and len(bucket.ready) == len(bucket.params) and not later:
-            self.finite.look(param.grad for param in bucket.params)
-            self._measure(bucket)
+        if not self._early:
+            return
+        if self.shares.wanted:
+            complete = self._presence.complete
+            for one in takewhile(lambda one: complete(one.params, one.ready), unsent(self._buckets[:-1])):
+                self._send_early(one)
+        elif (
+            len(bucket.ready) == len(bucket.params) and bucket is not self._buckets[-1] and not self._goes_late(bucket)
+        ):
+            self._send_early(bucket)
+
+    def _goes_late(self, bucket: Bucket) -> bool:
+        return not self._config.shared and widened(bucket, self._config.compressed)
+
+    def _send_early(self, bucket: Bucket) -> None:
+        self.finite.look(param.grad for param in bucket.params)
+        self._measure(bucket)
+        with postponed():  # what Horovod has begun must be known: it would be sent a second time
+            if self.shares.wanted:
+                self._cut_all_but(COPIES_AT_ONCE - 1)
             bucket.left_as = marks(bucket.params)
-            with postponed():  # what Horovod has begun must be known: it would be sent a second time
-                self._send(bucket, None)
+            self._send(bucket, None)
 
     def _measure(self, bucket: Bucket) -> None:
         if self._measures:
@@ -346,6 +358,7 @@ class GradientReduction:
 
     def _send(self, bucket: Bucket, ballot: Tensor | None) -> None:
         compressed = self._config.compressed
+        self._had.update(id(param) for param in bucket.params if param.grad is not None)
         bucket.wires = [outgoing(param, id(param) in self._sparse, compressed) for param in bucket.params]
         # What comes must find its place: this rank could not say any more that it has none.
         bucket.places = {
@@ -385,16 +398,3 @@ class GradientReduction:
             arrived_s = (transfer and transfer.arrived_s) or time.perf_counter()
             began = bucket.sent_bytes, bucket.sent_s
             self.transfers.append(BucketTransfer(*began, arrived_s, bucket.index, bucket.sent))
-
-    def _learn(self, presence: list[float]) -> tuple[bool, tuple[Tensor, ...], set[int]]:
-        """Return what the ranks' gradients have in common: were any missed, which are partial, and which are absent."""
-        if presence == self._learned[0]:  # nothing was learned since from which other buckets were made
-            return False, *self._learned[1:]
-        sums = [round(number * self._ranks) for number in presence]
-        there = [total % FROZEN for total in sums]
-        self._frozen = [total // FROZEN == self._ranks for total in sums]
-        missed = any(count and grouped for count, grouped in zip(there, self._grouped, strict=True))
-        partial = tuple(param for param, count in zip(self._params, there, strict=True) if 0 < count < self._ranks)
-        absent = {id(param) for param, count in zip(self._params, there, strict=True) if not count}
-        self._learned = ([] if missed else presence), partial, absent
-        return missed, partial, absent

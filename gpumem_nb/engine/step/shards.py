@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import is_, lt
@@ -126,20 +127,21 @@ class Shards(Replicas):
         found["the order of weights in memory"] = _word([list(map(layout, self._params))])
         return found
 
-    def update(self, step: Callable[[], Any]) -> None:
-        """Let the optimizer take its ``step`` of this rank's share.
+    @contextmanager
+    def updating(self, gradients: Mapping[int, Tensor] | None = None) -> Iterator[None]:
+        """Inside, the optimizer has this rank's share; ``gradients`` are as :meth:`.Partition.updating` has them.
 
         Raises:
             WorkloadError: it cannot be shared any more, for what a cell has done.
         """
         if problem := why_not(self._optimizer) or self._moved():
             raise WorkloadError(problem)
-        with self.partition.updating(self._optimizer):
-            step()
+        with self.partition.updating(self._optimizer, gradients):
+            yield
 
-    def after_update(self, settings: Settings) -> Exchange:
+    def after_update(self, settings: Settings, gradients: Collection[int] | None = None) -> Exchange:
         """Take the memory in which ranks give each other what they have updated; may fail for want of it."""
-        exchange = of_weights(self.partition, self._params, ReductionConfig.under(settings).bucket_bytes)
+        exchange = of_weights(self.partition, self._params, ReductionConfig.under(settings).bucket_bytes, gradients)
         if Recorder.current:
             Recorder.current.claim(COMMUNICATION, exchange.memory)
         return exchange

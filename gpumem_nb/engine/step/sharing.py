@@ -42,6 +42,11 @@ class Sharing:
         shares = self.wanted(settings) and not why_not(optimizer)
         return Shards(optimizer, self._ranks) if shares else Replicas(optimizer)
 
+    def partition(self, optimizer: Optimizer, settings: Settings) -> Partition | None:
+        """Return which rank has which elements of its state under these settings; ``None``: each has all."""
+        held = state_of(optimizer).partition
+        return held if self.wanted(settings) == (held is not None) else self.form(optimizer, settings).partition
+
     def apply(self, optimizer: Optimizer, settings: Settings, tried: bool) -> None:
         """Keep this rank's share of the state, if these settings ask for it and are not just ``tried``.
 

@@ -37,6 +37,7 @@ from .known_updates import KnownUpdates
 from .live_model import LiveModel
 from .optimizer_state import state_of
 from .partition import Exchange
+from .parts import in_groups
 from .samples import Looks, Outcome
 from .step_clock import UNDOING, StepClock
 from .step_items import StepItems
@@ -363,13 +364,15 @@ class Stepper:
         self._begin(UPDATE)
         settings, optimizer = self._live.settings, self._live.optimizer
         scaler, form = self._live.scaler if settings.precision == "fp16" else None, state_of(optimizer)
+        rows, norms = self._live.shares.of(in_groups(optimizer))
         step = (lambda: scaler.step(optimizer)) if scaler else optimizer.step
         rounding = self._live.narrowed.rounding(optimizer, self._stream.seed, self._done)
         rounded = (lambda: rounding.update(optimizer, step)) if rounding else step
-        self._scales = optimizers.update(optimizer, scaler, settings.clip_norm, lambda: form.update(rounded))
+        how = optimizer, scaler, settings.clip_norm, rounded, form.updating
+        self._scales = optimizers.update_share(*how, rows, norms)
         if Recorder.current:
             Recorder.current.claim_model(self._live.parts.parameters(), optimizer.state)
-        return form.after_update(settings)
+        return form.after_update(settings, rows)
 
     def _schedule_goes_on(self) -> None:
         scales = self._scales

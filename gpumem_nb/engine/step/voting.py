@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,18 +11,20 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from ...memory.device import Device
+from ...shared.errors import WorkloadError
 from ...shared.messages import Failure
 from ...shared.step_times import REDUCTION, TOOLKIT
 from ..link import signals
 from ..link.communicator import here
 from . import optimizers
 from .ballot import Votes, WeightWatch, write_ballot
-from .buckets import ReductionConfig
+from .buckets import Reduced, ReductionConfig
 from .failures import nonfinite_loss
 from .gradients import FiniteCheck, GradientsHad, is_measured
 from .live_model import LiveModel
 from .optimizer_state import state_of
-from .reduction import GradientReduction, Reduced
+from .parts import in_groups
+from .reduction import GradientReduction
 
 if TYPE_CHECKING:
     from .step import Stepper
@@ -84,7 +87,16 @@ class Voting:
         elif not (order.trial or order.recorded):  # where measuring would be among what is recorded
             measured = not 0 <= order.step - self._measured_at < _MEASURED_EVERY
             self._measured_at = order.step if measured else self._measured_at
-        self.reduction.begin(self._config, measured, not order.trial and is_measured(order.step, self._ranks))
+        spans = self._kept_of_gradients() if self._config.shared and here().size > 1 else {}
+        self.reduction.begin(self._config, measured, not order.trial and is_measured(order.step, self._ranks), spans)
+
+    def _kept_of_gradients(self) -> dict[int, tuple[int, int]]:
+        """Return what this rank keeps of the gradients under the settings that are tried, or in use."""
+        with suppress(WorkloadError):  # which fails the step elsewhere
+            optimizer = self._live.optimizer_in_question()
+            if partition := self._live.sharing.partition(optimizer, self._live.settings):
+                return partition.kept(in_groups(optimizer))
+        return {}
 
     def begin(self, order: StepOrder) -> None:
         """Forward begins."""
@@ -142,7 +154,8 @@ class Voting:
     def _overflow(self) -> Failure | None:
         """Return what became too large for fp16 when it was sent: all ranks have the same average and find the same."""
         check = FiniteCheck(self._device.torch_device)
-        check.look(param.grad for param in self._live.parameters)
+        norms = self._live.shares.norms(self._live.parameters)
+        check.look(norms or [param.grad for param in self._live.parameters])
         if not check.nonfinite(torch.zeros((), dtype=torch.float32, device=self._device.torch_device), self._scaler):
             return None
         failure = self._of_gradients(check)
@@ -155,7 +168,7 @@ class Voting:
         return replace(failure, phase="reduction", message=message)
 
     def _of_gradients(self, check: FiniteCheck) -> Failure | None:
-        return check.failure(self._rank, self._live.parameters, self._live.parts)
+        return check.failure(self._rank, self._live.parameters, self._live.parts, self._live.shares.norm)
 
     @property
     def _scaler(self) -> GradScaler | None:
@@ -247,4 +260,5 @@ class Voting:
     def _reduce_all(self) -> GradientReduction:
         """Return the reduction of all that the optimizer trains."""
         live, device = self._live, self._device.torch_device
-        return GradientReduction(live.parameters, live.sparse_places(), self._ranks, self._config, device)
+        places = live.sparse_places()
+        return GradientReduction(live.parameters, places, self._ranks, self._config, device, live.shares)

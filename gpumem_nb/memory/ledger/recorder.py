@@ -72,9 +72,13 @@ class Recorder:
             module = self._home_of.get(id(param), "")
             self.claim(PARAMETERS, [param], module)
             if param.grad is not None:
-                self.claim(GRADIENTS, [param.grad], module)
+                self.claim_gradients(param, [param.grad])
             values = state.get(param, {}).values()
             self.claim(OPTIMIZER_STATE, (value for value in values if isinstance(value, Tensor)), module)
+
+    def claim_gradients(self, param: Tensor, gradients: Iterable[Tensor]) -> None:
+        """Claim what is, or was, a weight's gradient, or a share of it."""
+        self.claim(GRADIENTS, gradients, self._home_of.get(id(param), ""))
 
     def saved(self, tensor: Tensor) -> None:
         """A tensor is kept for backward."""

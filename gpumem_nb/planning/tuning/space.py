@@ -20,13 +20,14 @@ SPLIT = (BATCH_SIZE.name, ACCUMULATION_STEPS.name)
 """Knobs that change together only, because their product is the samples of a step on one rank."""
 TUNED = ("precision", "checkpointing", *SPLIT, "optimizer_impl")
 """The knobs that are tuned if none are named."""
-TUNABLE = (*TUNED, "loss_head", "compile", "offload_activations", "optimizer", "shard_optimizer")
+TUNABLE = (*TUNED, "loss_head", "compile", "offload_activations", "optimizer", "shard_optimizer", "shard_gradients")
 """What a few steps that are undone can tell of; autotune takes care of how gradients travel."""
 _ONLY_VALUE = {
     "checkpointing": "the model has no blocks to compute again (Workload(blocks=...) would name some)",
     "loss_head": "no linear layer with more outputs than inputs makes the logits",
     "compile": "blocks cannot be compiled here",
     "shard_optimizer": "ranks cannot share the optimizer's state here",
+    "shard_gradients": "ranks cannot share gradients here",
     **dict.fromkeys(SPLIT, "one sample of a step on each rank cannot be split (those of a larger global batch can)"),
 }
 # The budget of the first is one more thing to look for; the second computes as bf16 does, and updates more slowly.
@@ -176,6 +177,7 @@ def _values(name: str, per_rank: int, workload: WorkloadInfo, start: Settings) -
         "loss_head": not handles.logits,
         "compile": workload.why_uncompiled != "",
         "shard_optimizer": not handles.shards,
+        "shard_gradients": not handles.shards,
     }
     if lacking.get(name):
         return []

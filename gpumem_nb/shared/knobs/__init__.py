@@ -14,6 +14,7 @@ from ..values import TAKEN
 from .communication import COMMUNICATION_KNOBS
 from .knob import CHANGES, KEEPS, KEEPS_TO_ROUNDING, Knob, LiveModel, Need
 from .loading import NUM_WORKERS, ON_BAD_SAMPLE, PIN_MEMORY, PREFETCH_FACTOR
+from .shards import SHARD_GRADIENTS, SHARD_OPTIMIZER
 from .step import (
     ACCUMULATION_STEPS,
     ACTIVATION_BUDGET,
@@ -33,7 +34,6 @@ from .update import (
     OPTIMIZER_IMPL,
     REFERENCE_BATCH,
     SCHEDULE_STEPS,
-    SHARD_OPTIMIZER,
     WARMUP_STEPS,
 )
 
@@ -106,6 +106,7 @@ for _knob in (
     OPTIMIZER,
     OPTIMIZER_IMPL,
     SHARD_OPTIMIZER,
+    SHARD_GRADIENTS,
     LR_SCALING,
     REFERENCE_BATCH,
     WARMUP_STEPS,

@@ -9,13 +9,13 @@ from ..categories import INSIDE_OPERATORS, OPTIMIZER_STATE, TEMPORARIES
 from ..values import not_negative, positive, whole, whole_or_0
 from ..version import torch_version
 from ..workload import WorkloadInfo
-from .knob import CHANGES, HALF, KEEPS, KEEPS_TO_ROUNDING, MOST, SOME, Changes, Knob, Need, Settings, carried
+from .knob import CHANGES, HALF, KEEPS, KEEPS_TO_ROUNDING, MOST, Changes, Knob, Need, Settings, carried
 
 _OWN = "own"
-_OURS = ("sgd", "momentum", "adam", "adamw", "adamw8bit", "adafactor", "muon")
-_USE_OURS = f"Use optimizer={', '.join(_OURS[:-1])} or {_OURS[-1]}."
+OURS = ("sgd", "momentum", "adam", "adamw", "adamw8bit", "adafactor", "muon")
+_USEOURS = f"Use optimizer={', '.join(OURS[:-1])} or {OURS[-1]}."
 _LACKS = {"adafactor": ("fused",), "adamw8bit": ("foreach", "fused", "loop")}
-_UNSHARED = ("adamw8bit", "adafactor", "muon")  # whose update of a number looks at others
+UNSHARED = ("adamw8bit", "adafactor", "muon")  # whose update of a number looks at others
 NO_8_BIT = "optimizer=adamw8bit is that of bitsandbytes, which is not installed. Install it: %pip install bitsandbytes"
 NO_MUON = (
     "optimizer=muon is torch.optim.Muon, which torch has from 2.9 on. Install a newer torch and start the ranks again, "
@@ -32,7 +32,7 @@ _LESS_STATE = {
 
 def brings_none(workload: str) -> str:
     """Return why this workload cannot be trained with its own optimizer, and what can be used."""
-    return f"{workload} brings no optimizer of its own. {_USE_OURS}"
+    return f"{workload} brings no optimizer of its own. {_USEOURS}"
 
 
 def no_matrices(model: str) -> str:
@@ -47,7 +47,7 @@ def _less_state(need: Need) -> Iterator[Changes]:
     # How much an own optimizer remembers is known only when another one is tried.
     others = _LESS_STATE["adam"] if need.tried_out else ()
     for name in others if need.settings.optimizer == _OWN else _LESS_STATE.get(need.settings.optimizer, ()):
-        shared = need.settings.shard_optimizer == "on" and name in _UNSHARED
+        shared = need.settings.shard_optimizer == "on" and name in UNSHARED
         if _refuses(name, None) or shared or (name == "muon" and not need.handles.matrices):
             continue
         lacks = need.settings.optimizer_impl in _LACKS.get(name, ())
@@ -87,7 +87,7 @@ def _refuses(name: str, workload: WorkloadInfo | None) -> str:
         return NO_MUON if torch_version() < (2, 9) else lacks
     if name != _OWN or (workload and workload.own_optimizer):
         return ""
-    return brings_none(workload.name) if workload else f"Nothing is loaded. {_USE_OURS}"
+    return brings_none(workload.name) if workload else f"Nothing is loaded. {_USEOURS}"
 
 
 def _adapts(settings: Settings, workload: WorkloadInfo) -> Changes:
@@ -106,7 +106,7 @@ OPTIMIZER = Knob(
     "update rule; 'own' is the workload's, if it brings one. A flip begins without state, but for those back to 'own' "
     "and between adamw and adamw8bit",
     in_front=True,
-    choices=(*_OURS, _OWN),
+    choices=(*OURS, _OWN),
     means={
         "sgd": "keeps nothing beside the weights",
         "momentum": "SGD with a mean of earlier gradients: one more copy of the weights",
@@ -149,55 +149,6 @@ OPTIMIZER_IMPL = Knob(
     exported=carried,
 )
 
-
-def _shared(need: Need) -> Iterator[Changes]:
-    name = need.settings.optimizer
-    able = need.tried_out if name == _OWN else name not in ("sgd", *_UNSHARED)  # plain SGD has no state
-    if need.handles.shards and able and need.settings.shard_optimizer == "off":
-        yield {"shard_optimizer": "on"}
-
-
-ONE_RANK = (
-    "shard_optimizer=on frees nothing here: there is one rank, which keeps all of the optimizer's state. Use "
-    "shard_optimizer=off."
-)
-
-
-def _whole_alone(value: str, workload: WorkloadInfo | None) -> str:
-    return (workload.why_whole or "") if value == "on" and workload else ""
-
-
-def _looks_at_others(settings: Settings, ranks: int) -> str:
-    if settings.shard_optimizer == "off" or settings.optimizer not in _UNSHARED:
-        return ""
-    able = ", ".join(name for name in _OURS if name not in _UNSHARED)
-    return (
-        f"shard_optimizer=on cannot be used with optimizer={settings.optimizer}, whose update of one number looks at "
-        f"others, which another rank may hold. Use shard_optimizer=off, or optimizer={able}."
-    )
-
-
-SHARD_OPTIMIZER = Knob(
-    "shard_optimizer",
-    "off",
-    "on: each rank keeps the optimizer's state of its share of the weights, and updates that share for all (ZeRO 1)",
-    choices=("off", "on"),
-    means={
-        "off": "every rank keeps all of the optimizer's state",
-        "on": "each of N ranks keeps an Nth of it; the same weights, to the bit",
-    },
-    label="shards",
-    short="shards ",
-    moves={OPTIMIZER_STATE: HALF, TEMPORARIES: SOME},
-    mathematics=KEEPS,
-    refuses=_whole_alone,
-    conflicts=_looks_at_others,
-    adapts=lambda settings, workload: {"shard_optimizer": "off"} if workload.why_whole else {},
-    apply=lambda live, settings: live.set_shard_optimizer(settings),
-    lighter=_shared,
-    saves="each rank keeps its share of the optimizer's state",
-    exported=carried,
-)
 
 LEARNING_RATE = Knob(
     "learning_rate",

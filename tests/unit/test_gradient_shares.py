@@ -1,0 +1,190 @@
+"""``shard_gradients``: each rank keeps its share of averaged gradients, with the bits of those that are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import AdamW
+
+from gpumem_nb.engine.link.communicator import Communicator
+from gpumem_nb.engine.step import optimizers
+from gpumem_nb.engine.step.buckets import ReductionConfig
+from gpumem_nb.engine.step.gradient_shares import GradientShares
+from gpumem_nb.engine.step.optimizer_state import Replicas, hold_as, state_of
+from gpumem_nb.engine.step.partition import Partition
+from gpumem_nb.engine.step.reduction import GradientReduction
+from gpumem_nb.engine.step.shards import Shards
+from gpumem_nb.shared.settings import Settings
+from tests.threads import Meeting
+from tests.unit.test_shards import _one_thread as _one_thread
+from tests.unit.test_shards import same
+
+SHARED, WHOLE = ReductionConfig(1, False, "average", shared=True), ReductionConfig(1, False, "average")
+
+
+def weights(kind: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    shapes = ((90, 70), (5,), (64, 4, 3, 3), (7, 200), (0,), (300,), (1000,))
+    made = [nn.Parameter(torch.randn(shape).to(kind)) for shape in shapes]
+    made[2].data = made[2].data.contiguous(memory_format=torch.channels_last)
+    return made
+
+
+class Rank:
+    """One rank's weights, with gradients of its own in each step."""
+
+    def __init__(self, link: Communicator, params: Sequence[nn.Parameter], config: ReductionConfig) -> None:
+        self.link, self.config, self.shares = link, config, GradientShares()
+        self.params = [nn.Parameter(param.detach().clone()) for param in params]
+        self.partition = Partition.of(self.params, link.size, link.rank)
+        self.reduction = GradientReduction(self.params, (), link.size, config, torch.device("cpu"), self.shares)
+        self.most_whole = 0
+        for param in self.params:
+            param.register_post_accumulate_grad_hook(self._look)
+
+    def _look(self, _: Tensor) -> None:
+        self.most_whole = max(self.most_whole, sum(one.grad is not None for one in self.params if one.numel()))
+
+    def backward(self, step: int = 0, order: Sequence[int] | None = None, failed: bool = False) -> Any:
+        """Compute gradients in this order, the last weights first by default, and bring them to the other ranks."""
+        for param in self.params:
+            param.grad = None
+        spans = self.partition.kept(self.params) if self.config.shared else {}
+        self.reduction.begin(self.config, False, True, spans)
+        self.reduction.arm()
+        generator = torch.Generator().manual_seed(100 * step + self.link.rank)
+        factors = [torch.randn(param.shape, generator=generator).to(param.dtype) for param in self.params]
+        for place in reversed(range(len(self.params))) if order is None else order:
+            (self.params[place] * factors[place]).sum().backward()
+        self.reduction.look_at_rest()
+        self.reduction.ballot[0] = float(failed)
+        return self.reduction.finish(failed)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_share_has_the_bits_of_the_average_and_few_gradients_are_whole_at_once(kind: torch.dtype) -> None:
+    params = weights(kind)
+
+    def averaged(link: Communicator, config: ReductionConfig) -> Any:
+        rank = Rank(link, params, config)
+        assert rank.backward().error is None
+        square = rank.reduction.average_square()
+        assert square is not None
+        if not config.shared:
+            grads = [param.grad for param in rank.params]
+            return [None if grad is None else grad.as_strided((grad.numel(),), (1,)) for grad in grads], square.item()
+        assert [param.grad for param in rank.params if param.numel()] == [None] * 6
+        rows, _ = rank.shares.of(rank.params)
+        return rows, [rank.partition.mine(place) for place in rows or ()], square.item(), rank.most_whole
+
+    whole, square = Meeting(3).run(lambda link: averaged(link, WHOLE))[0]
+    for rows, spans, square_of_shares, most_whole in Meeting(3).run(lambda link: averaged(link, SHARED)):
+        assert all(same(rows[place], whole[place][begin:end]) for place, begin, end in spans)
+        assert sorted(rows) == [0, 1, 2, 3, 5, 6]
+        assert square_of_shares == square
+        assert most_whole <= 3  # two under way, and the one that has come
+
+
+def trained(rank: Rank, steps: int, clip_norm: float | None, scaler: GradScaler | None) -> list[Tensor]:
+    settings = Settings(bucket_mib=0.01)
+    optimizer = AdamW(rank.params, lr=0.01)
+    form = Shards(optimizer, rank.link.size) if rank.config.shared else Replicas(optimizer)
+    hold_as(optimizer, form)
+    for step in range(steps):
+        rank.backward(step)
+        rows, norms = rank.shares.of(rank.params)
+        update = (lambda: scaler.step(optimizer)) if scaler else optimizer.step
+        optimizers.update_share(optimizer, scaler, clip_norm, update, state_of(optimizer).updating, rows, norms)
+        form.spread(form.after_update(settings, rows))
+    return [param.detach().clone() for param in rank.params]
+
+
+@pytest.mark.parametrize(("clip_norm", "scaled"), [(None, False), (0.5, False), (0.5, True), (None, True)])
+def test_weights_are_those_of_whole_gradients_to_the_bit_also_clipped_and_scaled(
+    clip_norm: float | None, scaled: bool
+) -> None:
+    params = weights()
+
+    def of_rank(link: Communicator, config: ReductionConfig) -> Any:
+        scaler = GradScaler("cpu", init_scale=4.0, growth_interval=2) if scaled else None
+        if scaler:
+            scaler.scale(torch.ones(()))
+        return trained(Rank(link, params, config), 4, clip_norm, scaler)
+
+    expected = Meeting(3).run(lambda link: of_rank(link, WHOLE))[0]
+    for found in Meeting(3).run(lambda link: of_rank(link, SHARED)):
+        assert same(found, expected)
+
+
+def test_an_overflow_in_the_share_of_one_rank_is_skipped_by_the_scaler_of_all() -> None:
+    params = weights()
+
+    def of_rank(link: Communicator) -> tuple[float, bool]:
+        rank = Rank(link, params, SHARED)
+        scaler = GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        optimizer = AdamW(rank.params)
+        hold_as(optimizer, Shards(optimizer, link.size))
+        rank.params[0].register_hook(lambda grad: grad.index_fill(0, torch.tensor([89]), torch.inf))
+        before = [param.detach().clone() for param in rank.params]
+        rank.backward()
+        rows, norms = rank.shares.of(rank.params)
+        updating = state_of(optimizer).updating
+        optimizers.update_share(optimizer, scaler, None, lambda: scaler.step(optimizer), updating, rows, norms)
+        return scaler.get_scale(), same([param.detach() for param in rank.params], before)
+
+    assert Meeting(3).run(of_rank) == [(2.0, True)] * 3
+
+
+def test_ranks_whose_gradients_come_in_another_order_do_not_wait_for_each_other_for_ever() -> None:
+    params = weights()
+
+    def of_rank(link: Communicator) -> Any:
+        rank = Rank(link, params, SHARED)
+        order = list(range(len(params)))
+        rank.backward(order=order if link.rank else order[::-1])
+        return rank.shares.of(rank.params)[1]
+
+    norms = Meeting(2, timeout_s=10).run(of_rank)
+    assert same(norms[0], norms[1])
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_rank_that_fails_half_way_takes_part_in_what_was_not_sent(first: int) -> None:
+    params = weights()
+
+    def of_rank(link: Communicator) -> list[int]:
+        rank = Rank(link, params, SHARED)
+        failed = link.rank == 1
+        order = list(range(len(params)))[::-1]
+        return [rank.backward(0, order[first:] if failed and first else order, failed).sums[0], rank.most_whole]
+
+    found = Meeting(2, timeout_s=10).run(of_rank)
+    assert [failures for failures, _ in found] == [1, 1]
+    assert found[0][1] <= 3
+
+
+def test_a_weight_without_a_gradient_holds_the_others_up_in_the_first_step_alone() -> None:
+    params = weights()
+    used = [6, 3, 2, 1, 0]
+
+    def of_rank(link: Communicator) -> Any:
+        rank = Rank(link, params, SHARED)
+        found = []
+        for step in range(2):
+            rank.most_whole = 0
+            rank.backward(step, used)
+            rows, _ = rank.shares.of(rank.params)
+            found.append((rank.most_whole, sorted(rows or ())))
+        late = rank.backward(2, [*used, 5])  # which comes after its bucket has left
+        return found, late.missed or rank.reduction.torn
+
+    for found, torn in Meeting(2, timeout_s=10).run(of_rank):
+        assert [places for _, places in found] == [[0, 1, 2, 3, 6]] * 2
+        assert [most for most, _ in found] == [5, 3]
+        assert torn
