@@ -12,7 +12,7 @@ import gpumem_nb
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, TrainingFailed, WorkloadError
 from gpumem_nb.shared.settings import Settings
-from tests import exported
+from tests import exported, internals
 from tests.conftest import ranks, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -136,6 +136,7 @@ def loss(model, batch):
 
 @pytest.mark.full
 def test_a_model_whose_whole_state_does_not_fit_trains_as_the_card_says() -> None:
+    internals.stop_running()
     with gpumem_nb.start(2, device="cpu", memory_limit="300MiB") as session:
         session.run(LARGE)
         session.attach(model="net", data="rows", loss="loss")
