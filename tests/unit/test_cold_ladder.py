@@ -110,7 +110,7 @@ def test_a_gpu_that_fits_needs_nothing_else_and_one_that_holds_no_weights_is_tol
     assert found.tried.keys() == {"Tiny"}
     assert "Tiny: nothing that was tried surely fits, the lightest being " in str(found)
     assert "batch_size=1 accumulation_steps=2" in str(found)
-    assert "(parameters 6.0 MiB" in str(found)
+    assert "(parameters 12.0 MiB" in str(found)
     assert list(found.frame()["fits_with"]) == [None, None]
 
 

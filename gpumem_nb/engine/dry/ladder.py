@@ -120,11 +120,18 @@ class Ladder:
 
 
 def _other_updates(settings: Settings, handles: Handles) -> list[Settings]:
-    """Return what the update, and what it is given, may be instead, the mildest first; of the same samples."""
+    """Return what the update, and what it is given, may be instead, the mildest first; of the same samples and types.
+
+    Weights in bf16 are no other update, and not every GPU computes with them.
+    """
     categories = TEMPORARIES, GRADIENTS, OPTIMIZER_STATE
     needs = (Need(category, "update", settings, handles, tried_out=True) for category in categories)
     found = (one for need in needs for one in mildest_first(need))
-    return [one for one in found if one.samples_per_rank == settings.samples_per_rank]
+    return [
+        one
+        for one in found
+        if one.samples_per_rank == settings.samples_per_rank and one.precision == settings.precision
+    ]
 
 
 def _usable(settings: Settings, used: Kernels) -> Settings:
