@@ -105,7 +105,7 @@ def version(tensor: Tensor) -> int:
         return 0
 
 
-def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+def storage_referred_to(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """Return the storage that a weak reference is of; ``None`` once it is gone."""
     found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return found

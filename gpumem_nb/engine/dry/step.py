@@ -39,7 +39,7 @@ from ..step.narrowed import narrow_weight, to_narrow
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
 from ..step.reduction import GradientReduction
-from ..step.rounding import Rounding
+from ..step.rounding import Rounding, rounded
 from ..step.sharing import Sharing
 from . import scratch
 from .batches import Batches
@@ -279,9 +279,9 @@ class DryStep:
     def _update(self) -> None:
         """Unscaling works in place and clipping takes no more than a number for each weight."""
         self._device.log.on_host = not any(group.get("fused") for group in self._optimizer.param_groups)
-        clip_norm, optimizer, rounding = self._settings.clip_norm, self._optimizer, self._rounding
+        clip_norm, optimizer = self._settings.clip_norm, self._optimizer
         rows, norms = self._shares.of(self._params)
-        step = (lambda: rounding.update(optimizer, optimizer.step)) if rounding else optimizer.step
+        step = rounded(self._rounding, optimizer, optimizer.step)
         optimizers.update_share(optimizer, None, clip_norm, step, self._form.updating, rows, norms, foreach=True)
         self._device.log.on_host = False
         self._form.after_update(self._settings, rows)

@@ -26,6 +26,7 @@ from ...shared.errors import WorkloadError
 from ...shared.knobs.step import COMPILED
 from ..link.communicator import here
 from .checkpointing import generation_configs, switched_off
+from .loss_head import InsteadOfForward
 
 if TYPE_CHECKING:
     from ...internals.torch_compile_internals import Compilation
@@ -87,7 +88,7 @@ class Compiled:
         caching = switched_off(self._configs)
         with compiler.listened(self._ended, most):
             for block in self.blocks:
-                block.forward = _Forward(block, self._function(block), self._calls)
+                block.forward = InsteadOfForward(block, partial(self._call, self._function(block), block))
             try:
                 yield
             except compiler.TOO_OFTEN as error:
@@ -139,10 +140,11 @@ class Compiled:
             self._compiled[written] = compiler.compiled(_copied(written), BACKEND)
         return self._compiled[written]
 
-    def _calls(self) -> Any:
-        """A block is about to be called."""
+    def _call(self, compiled: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a block by the compiled form of its forward."""
         self._called = True
-        return Recorder.current.not_inside() if Recorder.current else nullcontext()
+        with Recorder.current.not_inside() if Recorder.current else nullcontext():
+            return compiled(block, *args, **kwargs)
 
     def _ended(self, one: Compilation) -> None:
         self.seconds += one.seconds
@@ -150,20 +152,6 @@ class Compiled:
         self._graphs += one.graphs
         self._breaks += one.breaks
         here().others_late_s += one.seconds  # they compile as well
-
-
-class _Forward:
-    """In place of a block's ``forward``; a copy of that block, also one that was pickled, has its plain one."""
-
-    def __init__(self, block: nn.Module, compiled: Callable[..., Any], calls: Callable[[], Any]) -> None:
-        self._block, self._compiled, self._calls = block, compiled, calls
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._calls():
-            return self._compiled(self._block, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (type(self._block).forward, self._block)  # which is read without this package
 
 
 def _copied(function: Any) -> Any:

@@ -74,7 +74,7 @@ class ChunkedHead:
                 f"loss_head=chunked never has the gradient of the logits whole, and a backward hook of a "
                 f"{type(module).__name__} that returns logits asks for it. Use loss_head=full, or remove the hook."
             )
-        self._head.forward = _Forward(self._head, self._called)  # type: ignore[assignment, method-assign]
+        self._head.forward = InsteadOfForward(self._head, self._logits)  # type: ignore[method-assign]
         try:
             yield
         except WholeLogitsNeeded as error:
@@ -97,19 +97,20 @@ class ChunkedHead:
                 "loss_head=full, or name the layer that forward calls in Workload(head=...)."
             )
 
-    def _called(self) -> None:
+    def _logits(self, input: Tensor) -> Logits:
         self._made = True
-
-
-class _Forward:
-    """Takes the place of a head's ``forward``; a copy of that head, also one that was pickled, gives whole logits."""
-
-    def __init__(self, head: nn.Linear, called: Callable[[], None]) -> None:
-        self._head, self._called = head, called
-
-    def __call__(self, input: Tensor) -> Logits:
-        self._called()
         return logits_of(self._head, input)
 
+
+class InsteadOfForward:
+    """Takes the place of a module's ``forward``; a copy of that module, also one that was pickled, has its own."""
+
+    def __init__(self, module: nn.Module, called: Callable[..., Any]) -> None:
+        self._module, self._called = module, called
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch."""
+        return self._called(*args, **kwargs)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (nn.Linear.forward, self._head)  # which is read without this package
+        return partial, (type(self._module).forward, self._module)  # which is read without this package

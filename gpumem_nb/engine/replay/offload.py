@@ -25,7 +25,7 @@ from ...internals.torch_internals import (
     func_transforms_allowed,
     in_backward,
     not_compiled,
-    storage_of,
+    storage_referred_to,
     version,
 )
 from ...memory.host_pool import HostPool
@@ -151,7 +151,7 @@ class _Staying(_Saved):
 
 
 class _Away:
-    """The bytes of one storage, in host memory until nobody needs them.
+    """A copy in host memory of the bytes of one storage, kept as long as some saved tensor needs it.
 
     Args:
         before: what was put aside before it, which backward asks for after it: that is fetched ahead.
@@ -170,7 +170,7 @@ class _Away:
 
     def back(self) -> torch.UntypedStorage:
         """Return them on the device: the same storage to all who ask for views of it at the same time."""
-        storage = storage_of(self._latest) if self._latest else None
+        storage = storage_referred_to(self._latest) if self._latest else None
         if storage is None:
             flat, copied = self._ahead or self._fetched()
             self._ahead = None

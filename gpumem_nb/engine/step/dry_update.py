@@ -42,7 +42,7 @@ from .live_model import LiveModel
 from .optimizer_state import state_of
 from .partition import Partition, of_weights
 from .parts import in_groups
-from .rounding import Rounding
+from .rounding import Rounding, rounded
 from .step_clock import StepClock
 
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
@@ -119,10 +119,8 @@ class AskedUpdate(NamedTuple):
         def updating(rows: Mapping[int, Tensor] | None) -> AbstractContextManager[None]:
             return self.wanted.updating(copied, rows) if self.wanted else nullcontext()
 
-        def rounded() -> None:
-            self.rounding.update(copied, step) if self.rounding else step()
-
-        optimizers.update_share(copied, scaler, self.clip_norm, rounded, updating, self.rows, self.norms)
+        step = rounded(self.rounding, copied, step)
+        optimizers.update_share(copied, scaler, self.clip_norm, step, updating, self.rows, self.norms)
         if self.wanted:
             of_weights(self.wanted, in_groups(copied), self.sent_bytes, self.rows)
 

@@ -113,6 +113,11 @@ class Rounding:
             yield partial(_take, some)
 
 
+def rounded(rounding: Rounding | None, optimizer: Optimizer, step: Step) -> Step:
+    """Return an optimizer's ``step``, or what takes it piece by piece where weights lie in bf16."""
+    return partial(rounding.update, optimizer, step) if rounding else step
+
+
 def why_not(optimizer: Optimizer) -> str:
     """Return why an optimizer cannot be given copies of some weights at a time; empty where it can."""
     name, kind = type(optimizer).__name__, type(optimizer)

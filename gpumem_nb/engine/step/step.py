@@ -38,6 +38,7 @@ from .live_model import LiveModel
 from .optimizer_state import state_of
 from .partition import Exchange
 from .parts import in_groups
+from .rounding import rounded
 from .samples import Looks, Outcome
 from .step_clock import UNDOING, StepClock
 from .step_items import StepItems
@@ -366,9 +367,8 @@ class Stepper:
         scaler, form = self._live.scaler if settings.precision == "fp16" else None, state_of(optimizer)
         rows, norms = self._live.shares.of(in_groups(optimizer))
         step = (lambda: scaler.step(optimizer)) if scaler else optimizer.step
-        rounding = self._live.narrowed.rounding(optimizer, self._stream.seed, self._done)
-        rounded = (lambda: rounding.update(optimizer, step)) if rounding else step
-        how = optimizer, scaler, settings.clip_norm, rounded, form.updating
+        step = rounded(self._live.narrowed.rounding(optimizer, self._stream.seed, self._done), optimizer, step)
+        how = optimizer, scaler, settings.clip_norm, step, form.updating
         self._scales = optimizers.update_share(*how, rows, norms)
         if Recorder.current:
             Recorder.current.claim_model(self._live.parts.parameters(), optimizer.state)

@@ -225,6 +225,6 @@ class Recorder:
 
 
 def _gradient_made(gradients: Sequence[Tensor | None]) -> None:
-    """Backward has come to the logits, maybe when nobody records any more."""
+    """Claim the gradient of the logits, unless recording has ended."""
     if Recorder.current:
         Recorder.current.claim(LOGITS, (one for one in gradients if one is not None))
