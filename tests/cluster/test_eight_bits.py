@@ -14,6 +14,7 @@ from tests.conftest import weights
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
+@pytest.mark.full
 def test_it_is_predicted_resumed_and_exported(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:

@@ -107,6 +107,7 @@ def test_what_a_cell_froze_is_predicted_frozen(attached: Session) -> None:
     assert found.live_peak_bytes < by_definition(batch_size=16).live_peak_bytes
 
 
+@pytest.mark.full
 def test_the_table_is_of_the_present_settings_and_the_ranks_here(attached: Session) -> None:
     attached.set(batch_size=8, accumulation_steps=2, checkpointing="blocks")
     found = PlanningMagics(InteractiveShell.instance()).hvd_predict("--gpu T4-16GB,A100-40GB")

@@ -21,7 +21,7 @@ pytestmark = [
 TEXT = {"width": 64, "depth": 3, "heads": 2, "sequence_length": 32}
 
 
-@pytest.mark.full  # the first tier has the same story of adamw8bit
+@pytest.mark.full
 def test_it_is_predicted_resumed_and_exported(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
 ) -> None:

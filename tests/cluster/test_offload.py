@@ -80,6 +80,7 @@ if hvd.rank() == 1:
     assert len(weights(session)) == 1
 
 
+@pytest.mark.full
 def test_it_is_resumed_and_exported(two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path) -> None:
     session = fresh(two_ranks, "text-gpt", **TEXT)
     session.set(batch_size=8, precision="bf16", offload_activations="on", checkpointing="blocks")

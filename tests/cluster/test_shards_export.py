@@ -34,7 +34,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("ddp", first_tier([False, True], every(2)))
-@pytest.mark.parametrize(("name", "knobs"), first_tier(CASES, every(2)))
+@pytest.mark.parametrize(("name", "knobs"), first_tier(CASES, every(3)))
 def test_a_script_shares_the_state_too_and_goes_on_from_a_state_of_its_session(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, name: str, knobs: dict[str, Any], ddp: bool
 ) -> None:
