@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.ledger.recorder import Recorder
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.categories import (
@@ -32,15 +31,6 @@ from tests.models import MODELS, SETTINGS, Training, ledger_of, profiled, record
 from tests.tiers import every, first_tier
 
 WIDTH = 512
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[VirtualGPU]:
-    device = open_device("virtual", 0, 4 * 2**30)
-    if not isinstance(device, VirtualGPU):
-        pytest.skip(device.note)
-    yield device
-    device.set_limit(None)
 
 
 CASES = [(name, *setting) for name in MODELS for setting in SETTINGS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.nn import functional
 
 from gpumem_nb.engine.replay.recomputing import Recomputing
 from gpumem_nb.internals.fake_internals import fake_mode
-from gpumem_nb.memory.device import open_device
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
@@ -21,15 +19,6 @@ from gpumem_nb.shared.workload import Workload
 from tests.unit.test_selective import CASES
 
 MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[VirtualGPU]:
-    device = open_device("virtual", 0, 4 * 2**30)
-    if not isinstance(device, VirtualGPU):
-        pytest.skip(device.note)
-    yield device
-    device.set_limit(None)
 
 
 def recomputing(model: nn.Module, offload: str, checkpointing: str = "none") -> Recomputing:
