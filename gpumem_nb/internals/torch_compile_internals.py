@@ -2,7 +2,7 @@
 
 ``torch._dynamo.callback_handler`` (tells where each compilation begins and ends, and by the number behind the slash of
 its id whether one of the same code came before), ``torch._dynamo.utils.counters``, what is raised by a compilation that
-fails, and three settings: how often the same code may be compiled, that more than that is an error (torch would go on
+fails, and settings: how often the same code may be compiled, that more than that is an error (torch would go on
 uncompiled, without a word), and in how many processes kernels are built. These would outlive a rank that is killed, so
 there are none.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,8 @@ class Compilation:
 
 
 @contextmanager
-def listened(ended: Callable[[Compilation], None], most: int) -> Iterator[None]:
-    """Inside, hear of compilations; more than so many of the same code fail."""
+def listened(ended: Callable[[Compilation], None]) -> Iterator[None]:
+    """Inside, hear of compilations."""
     before = time.perf_counter(), 0, 0
 
     def begin(_: Any) -> None:
@@ -73,15 +73,20 @@ def listened(ended: Callable[[Compilation], None], most: int) -> Iterator[None]:
         again = told.callback_trigger.name == "DYNAMO" and not str(told.compile_id).endswith("/0")
         ended(Compilation(time.perf_counter() - began_s, again, _graphs() - graphs, _breaks() - breaks))
 
-    limits = {"recompile_limit": most, "accumulated_recompile_limit": max(most, _ADDED_UP)}
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)
     try:
-        with torch._dynamo.config.patch(limits | {"fail_on_recompile_limit_hit": True}):
-            yield
+        yield
     finally:
         callback_handler.remove_start_callback(begin)
         callback_handler.remove_end_callback(end)
+
+
+def strict(most: int) -> AbstractContextManager[Any]:
+    """Inside, which may be entered again and again, on each thread: more than so many compilations of code fail."""
+    limits = {"recompile_limit": most, "accumulated_recompile_limit": max(most, _ADDED_UP)}
+    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(limits | {"fail_on_recompile_limit_hit": True})
+    return patched
 
 
 def _graphs() -> int:

@@ -137,7 +137,7 @@ def compiled_modules() -> None:
 def compilations() -> None:
     told = list[torch_compile_internals.Compilation]()
     function = torch_compile_internals.compiled(lambda x, word: x * len(word), "eager")
-    with torch_compile_internals.listened(told.append, 2):
+    with torch_compile_internals.listened(told.append), torch_compile_internals.strict(2):
         for size, word in ((3, "a"), (4, "a"), (4, "bb")):
             function(torch.ones(size), word)
         seen = [(one.again, one.graphs, one.breaks) for one in told]

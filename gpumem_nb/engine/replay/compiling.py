@@ -11,7 +11,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.compiler import is_compiling
 
 from ...internals.torch_internals import is_compiled, uncompiled
 from ...memory.ledger.recorder import Recorder
@@ -85,10 +86,10 @@ class Compiled:
                     f"replaced that already. {_OFF}, or delete the block's own attribute forward."
                 )
         most = _EACH * len(self.blocks)
-        caching = switched_off(self._configs)
-        with compiler.listened(self._ended, most):
+        caching, strict = switched_off(self._configs), compiler.strict(most)
+        with compiler.listened(self._ended):
             for block in self.blocks:
-                block.forward = InsteadOfForward(block, partial(self._call, self._function(block), block))
+                block.forward = _Forward(block, self._function(block), self._calls, strict)
             try:
                 yield
             except compiler.TOO_OFTEN as error:
@@ -152,6 +153,28 @@ class Compiled:
         self._graphs += one.graphs
         self._breaks += one.breaks
         here().others_late_s += one.seconds  # they compile as well
+
+
+class _Forward:
+    """In place of a block's ``forward``; a copy of that block, also one that was pickled, has its plain one."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        compiled: Callable[..., Any],
+        calls: Callable[[], Any],
+        strict: AbstractContextManager[Any],
+    ) -> None:
+        self._block, self._compiled, self._calls, self._strict = block, compiled, calls, strict
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():  # a block in a block, which is compiled with it
+            return type(self._block).forward(self._block, *args, **kwargs)
+        with self._calls(), self._strict:
+            return self._compiled(self._block, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (type(self._block).forward, self._block)  # which is read without this package
 
 
 def _copied(function: Any) -> Any:
