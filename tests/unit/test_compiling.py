@@ -403,6 +403,23 @@ def test_code_that_is_compiled_for_each_call_is_refused() -> None:
     assert "had to compile the same code more than 32 times" in refused(Net(Counting), 34)  # blocks share each graph
 
 
+def doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def test_hooks_that_come_to_a_block_later_are_called() -> None:
+    model = Net()
+    plain = copy.deepcopy(model)
+    parts = parts_of(model, ON)
+    for hooked in (False, True, False):
+        handles = [one.blocks[1].narrow.register_forward_hook(doubled) for one in (model, plain) if hooked]
+        with parts.on():
+            found = step(model, of_rows, 4)
+        assert close(found, step(plain, of_rows, 4))
+        for handle in handles:
+            handle.remove()
+
+
 def test_what_a_loss_compiles_itself_may_be_compiled_as_often_as_without(alone: Overheard) -> None:
     scaled = torch.compile(lambda out, words: out.square().mean() * len(words), backend="eager", dynamic=False)
     words = (["a"] * count for count in range(1, 60))
