@@ -3,7 +3,8 @@
 ``torch._dynamo.callback_handler`` (tells where each compilation begins and ends, and by the number behind the slash of
 its id whether one of the same code came before), ``torch._dynamo.utils.counters``, what is raised by a compilation that
 fails, and settings: how often the same code may be compiled, that more than that is an error (torch would go on
-uncompiled, without a word), that hooks which come to a module later are noticed, and in how many processes kernels are built. These would outlive a rank that is killed, so there are none.
+uncompiled, without a word), that hooks which come to a module later are noticed, that NumPy draws its random numbers
+itself, and in how many processes kernels are built. These would outlive a rank that is killed, so there are none.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ def listened(ended: Callable[[Compilation], None]) -> Iterator[None]:
 def strict(most: int) -> AbstractContextManager[Any]:
     """Inside, which may be entered again and again, on each thread: more than so many compilations of code fail.
 
-    What is compiled does what the code would: hooks of modules, too.
+    What is compiled does what the code would: hooks of modules and NumPy's random numbers, too.
     """
     limits = {"recompile_limit": most, "accumulated_recompile_limit": max(most, _ADDED_UP)}
-    as_written = {"skip_nnmodule_hook_guards": False}
+    as_written = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream": True}
     patched: AbstractContextManager[Any] = torch._dynamo.config.patch(
         limits | as_written | {"fail_on_recompile_limit_hit": True}
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -418,6 +419,22 @@ def test_hooks_that_come_to_a_block_later_are_called() -> None:
         assert close(found, step(plain, of_rows, 4))
         for handle in handles:
             handle.remove()
+
+
+class Numpys(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.from_numpy(np.random.rand(WIDTH).astype(np.float32))
+
+
+@pytest.mark.parametrize("mode", ["none", "blocks"])
+def test_numpy_draws_the_numbers_of_plain_blocks(mode: str) -> None:
+    found, drawn = [], []
+    for settings in (OFF, ON):
+        np.random.seed(3)
+        found.append(steps(Net(Numpys), of_rows, settings.replace(checkpointing=mode)))
+        drawn.append(np.random.rand())
+    assert close(*found)
+    assert drawn[0] == drawn[1]
 
 
 def test_what_a_loss_compiles_itself_may_be_compiled_as_often_as_without(alone: Overheard) -> None:
