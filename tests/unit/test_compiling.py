@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -284,16 +283,6 @@ def refused(model: nn.Module, times: int = 1) -> str:
     return str(raised.value)
 
 
-class Counting(Block):
-    """What it is compiled for holds for one call."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * (self.calls / 100) if self.calls % 2 else super().forward(x) + self.calls
-
-
 def test_blocks_that_cannot_be_compiled_are_refused() -> None:
     assert "compile=blocks needs a model with sub-modules" in refused_at_once(nn.Linear(2, 2))
     net = Net()
@@ -397,48 +386,3 @@ def test_what_was_compiled_for_a_question_serves_the_flip(alone: Overheard) -> N
     reply = trained(trainer, ON, 2)
     assert not any(sample.compile_s for sample in reply.samples)
     assert "1 graph of 4 blocks" in reply.notes[0]
-
-
-@pytest.mark.full
-def test_code_that_is_compiled_for_each_call_is_refused() -> None:
-    assert "had to compile the same code more than 32 times" in refused(Net(Counting), 34)  # blocks share each graph
-
-
-def doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output * 2
-
-
-def test_hooks_that_come_to_a_block_later_are_called() -> None:
-    model = Net()
-    plain = copy.deepcopy(model)
-    parts = parts_of(model, ON)
-    for hooked in (False, True, False):
-        handles = [one.blocks[1].narrow.register_forward_hook(doubled) for one in (model, plain) if hooked]
-        with parts.on():
-            found = step(model, of_rows, 4)
-        assert close(found, step(plain, of_rows, 4))
-        for handle in handles:
-            handle.remove()
-
-
-class Numpys(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * torch.from_numpy(np.random.rand(WIDTH).astype(np.float32))
-
-
-@pytest.mark.parametrize("mode", ["none", "blocks"])
-def test_numpy_draws_the_numbers_of_plain_blocks(mode: str) -> None:
-    found, drawn = [], []
-    for settings in (OFF, ON):
-        np.random.seed(3)
-        found.append(steps(Net(Numpys), of_rows, settings.replace(checkpointing=mode)))
-        drawn.append(np.random.rand())
-    assert close(*found)
-    assert drawn[0] == drawn[1]
-
-
-def test_what_a_loss_compiles_itself_may_be_compiled_as_often_as_without(alone: Overheard) -> None:
-    scaled = torch.compile(lambda out, words: out.square().mean() * len(words), backend="eager", dynamic=False)
-    words = (["a"] * count for count in range(1, 60))
-    trainer = a_trainer(loss=lambda model, batch: scaled(model(batch[0]), next(words)))
-    assert trained(trainer, ON, 1, 40).failure is None

@@ -1,0 +1,85 @@
+"""Compiled blocks do what is written by now: what cells change, hooks, random numbers; a failure leaves nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.links import Overheard
+from tests.unit.test_compiling import (
+    OFF,
+    ON,
+    WIDTH,
+    Block,
+    Net,
+    a_trainer,
+    close,
+    of_rows,
+    parts_of,
+    refused,
+    step,
+    steps,
+    trained,
+)
+from tests.unit.test_compiling import _quickly as _quickly  # a fixture
+from tests.unit.test_compiling import alone as alone
+
+
+def doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def test_hooks_that_come_to_a_block_later_are_called() -> None:
+    model = Net()
+    plain = copy.deepcopy(model)
+    parts = parts_of(model, ON)
+    for hooked in (False, True, False):
+        handles = [one.blocks[1].narrow.register_forward_hook(doubled) for one in (model, plain) if hooked]
+        with parts.on():
+            found = step(model, of_rows, 4)
+        assert close(found, step(plain, of_rows, 4))
+        for handle in handles:
+            handle.remove()
+
+
+class Numpys(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.from_numpy(np.random.rand(WIDTH).astype(np.float32))
+
+
+@pytest.mark.parametrize("mode", ["none", "blocks"])
+def test_numpy_draws_the_numbers_of_plain_blocks(mode: str) -> None:
+    found, drawn = [], []
+    for settings in (OFF, ON):
+        np.random.seed(3)
+        found.append(steps(Net(Numpys), of_rows, settings.replace(checkpointing=mode)))
+        drawn.append(np.random.rand())
+    assert close(*found)
+    assert drawn[0] == drawn[1]
+
+
+def test_what_a_loss_compiles_itself_may_be_compiled_as_often_as_without(alone: Overheard) -> None:
+    scaled = torch.compile(lambda out, words: out.square().mean() * len(words), backend="eager", dynamic=False)
+    words = (["a"] * count for count in range(1, 60))
+    trainer = a_trainer(loss=lambda model, batch: scaled(model(batch[0]), next(words)))
+    assert trained(trainer, ON, 1, 40).failure is None
+
+
+class Counting(Block):
+    """What it is compiled for holds for one call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (self.calls / 100) if self.calls % 2 else super().forward(x) + self.calls
+
+
+@pytest.mark.full
+def test_code_that_is_compiled_for_each_call_is_refused() -> None:
+    assert "had to compile the same code more than 32 times" in refused(Net(Counting), 34)  # blocks share each graph
