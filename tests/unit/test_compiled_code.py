@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpumem_nb.internals import torch_compile_internals
 from tests.links import Overheard
 from tests.unit.test_compiling import (
     OFF,
@@ -19,6 +20,7 @@ from tests.unit.test_compiling import (
     Net,
     a_trainer,
     close,
+    gpt2,
     of_rows,
     parts_of,
     refused,
@@ -83,3 +85,16 @@ class Counting(Block):
 @pytest.mark.full
 def test_code_that_is_compiled_for_each_call_is_refused() -> None:
     assert "had to compile the same code more than 32 times" in refused(Net(Counting), 34)  # blocks share each graph
+
+
+def test_a_compiler_that_cannot_be_asked_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(function: Any, backend: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    model: Any = gpt2()
+    before = [dict(vars(module)) for module in model.modules()]
+    monkeypatch.setattr(torch_compile_internals, "compiled", compiled)
+    with pytest.raises(RuntimeError, match="no compiler"), parts_of(model, ON).on():
+        pass
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert model.config.use_cache

@@ -87,24 +87,24 @@ class Compiled:
                 )
         most = _EACH * len(self.blocks)
         caching, strict = switched_off(self._configs), compiler.strict(most)
-        with compiler.listened(self._ended):
-            for block in self.blocks:
-                block.forward = _Forward(block, self._function(block), self._calls, strict)
-            try:
-                yield
-            except compiler.TOO_OFTEN as error:
-                raise WorkloadError(
-                    f"compile=blocks had to compile the same code more than {most} times, because blocks get something "
-                    f"else each time. {_OFF}."
-                ) from error
-            except compiler.FAILED as error:
-                words = " ".join(str(error).strip().splitlines()[:2]).rstrip(".")
-                raise WorkloadError(f"compile=blocks: torch.compile failed: {words}. {_OFF}.") from error
-            finally:
+        try:
+            with compiler.listened(self._ended):
                 for block in self.blocks:
-                    vars(block).pop("forward", None)
-                for config in caching:
-                    config.use_cache = True
+                    block.forward = _Forward(block, self._function(block), self._calls, strict)
+                yield
+        except compiler.TOO_OFTEN as error:
+            raise WorkloadError(
+                f"compile=blocks had to compile the same code more than {most} times, because blocks get something "
+                f"else each time. {_OFF}."
+            ) from error
+        except compiler.FAILED as error:
+            words = " ".join(str(error).strip().splitlines()[:2]).rstrip(".")
+            raise WorkloadError(f"compile=blocks: torch.compile failed: {words}. {_OFF}.") from error
+        finally:
+            for block in self.blocks:
+                vars(block).pop("forward", None)
+            for config in caching:
+                config.use_cache = True
 
     def finished(self) -> None:
         """A forward and backward of the model is over.
