@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -98,3 +100,44 @@ def test_a_compiler_that_cannot_be_asked_leaves_the_model_as_it_was(monkeypatch:
         pass
     assert [dict(vars(module)) for module in model.modules()] == before
     assert model.config.use_cache
+
+
+class Acting(Block):
+    def act(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
+
+
+def thrice(self: Acting, x: Tensor) -> Tensor:
+    return x * 3
+
+
+def test_a_method_that_a_cell_replaces_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(Acting)
+    plain = copy.deepcopy(model)
+    parts = parts_of(model, ON)
+    for method in (Acting.act, thrice, Acting.act):
+        monkeypatch.setattr(Acting, "act", method)
+        parts.meet_new(ON)  # as after a cell
+        with parts.on():
+            found = step(model, of_rows, 4)
+        assert close(found, step(plain, of_rows, 4))
+    known = parts.compiled
+    parts.meet_new(ON)
+    assert parts.compiled is known
+
+
+def test_a_block_that_a_cell_replaces_is_not_kept_for_what_was_tried() -> None:
+    model = Net()
+    parts = parts_of(model, ON)
+    with parts.on():
+        step(model, of_rows, 4)
+    parts.set_compile("off")
+    parts.settled(only_tried=True)
+    gone = weakref.ref(model.blocks[1])
+    model.blocks[1] = Block()
+    parts.meet_new(OFF)
+    gc.collect()
+    assert gone() is None

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 BACKEND: Any = "inductor"  # torch's default
 _EACH = 8  # times that a block may be compiled, for other types and kinds of what it is given: torch's own limit
+_METHODS = (FunctionType, classmethod, staticmethod)
 _OFF = "Use compile=off"
 
 
@@ -69,6 +70,13 @@ class Compiled:
         self._called = False
         self._graphs = self._breaks = self._again = 0
         self._configs = generation_configs(model)
+        self._methods = _methods(blocks)
+
+    def is_of(self, blocks: list[nn.Module]) -> bool:
+        """Return whether these are the blocks, and what was compiled of their classes is what these define by now."""
+        known, self._methods = self._methods, self._methods | _methods(blocks)
+        others_came = any(methods != self._methods[kind] for kind, methods in known.items())
+        return not others_came and list(map(id, self.blocks)) == list(map(id, blocks))
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -184,6 +192,12 @@ def _copied(function: Any) -> Any:
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def _methods(blocks: list[nn.Module]) -> dict[type, dict[str, Any]]:
+    """Functions by classes of modules: of most that are replaced torch takes no notice."""
+    kinds = {kind for block in blocks for module in block.modules() for kind in type(module).__mro__}
+    return {kind: {name: one for name, one in vars(kind).items() if isinstance(one, _METHODS)} for kind in kinds}
 
 
 def _count(number: int, what: str) -> str:

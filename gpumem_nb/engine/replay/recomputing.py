@@ -129,13 +129,14 @@ class Recomputing:
             WorkloadError: they cannot be compiled; they are plain then.
         """
         self._compiles = False
+        if self._compiled and not self._compiled.is_of(self.blocks):
+            self._compiled = None
         if how == "off":
             return
         blocks = self.blocks
         if reason := why_not(self._model, blocks, on_gpu=any(one.is_cuda for one in self._model.parameters())):
             raise WorkloadError(reason)
-        if self._compiled is None or list(map(id, self._compiled.blocks)) != list(map(id, blocks)):
-            self._compiled = Compiled(self._model, blocks)
+        self._compiled = self._compiled or Compiled(self._model, blocks)
         self._compiles = True
 
     def meet_new(self, settings: Settings) -> None:
