@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_nb.internals import torch_compile_internals
+from gpumem_nb.shared.errors import WorkloadError
 from tests.links import Overheard
 from tests.unit.test_compiling import (
     OFF,
@@ -141,3 +143,29 @@ def test_a_block_that_a_cell_replaces_is_not_kept_for_what_was_tried() -> None:
     parts.meet_new(OFF)
     gc.collect()
     assert gone() is None
+
+
+class Drawing(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) * self.numbers.random()
+        return out
+
+
+class DrawingShared(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) * random.uniform(0.5, 1)
+        return out
+
+
+def test_blocks_draw_from_python_as_without_or_are_refused() -> None:
+    found = []
+    for settings in (OFF, ON):
+        random.seed(3)
+        found.append(steps(Net(DrawingShared), of_rows, settings))
+    assert close(*found)
+    with pytest.raises(WorkloadError, match=r"compile=blocks would draw one number of a random\.Random"):
+        parts_of(Net(Drawing), ON)

@@ -8,6 +8,7 @@ the same class has its own.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from ...memory.ledger.recorder import Recorder
 from ...shared.errors import WorkloadError
 from ...shared.knobs.step import COMPILED
 from ..link.communicator import here
+from ..undo.reachable import Reachable
 from .checkpointing import generation_configs, switched_off
 from .loss_head import InsteadOfForward
 
@@ -52,6 +54,17 @@ def why_not(model: nn.Module, blocks: list[nn.Module], on_gpu: bool) -> str:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return f"compile=blocks needs Python's headers (Debian and Ubuntu: apt install python3-dev). {_OFF}."
     return ""
+
+
+def refuse_frozen(blocks: list[nn.Module]) -> None:
+    """Raise ``WorkloadError`` if blocks may draw from a ``random.Random`` of their own, which torch draws from once."""
+    shared = getattr(random.random, "__self__", None)
+    for one in Reachable(blocks).generators:
+        if isinstance(one, random.Random) and one is not shared:
+            raise WorkloadError(
+                "compile=blocks would draw one number of a random.Random that blocks use, and take that in each step. "
+                f"Draw from the module random, NumPy or torch there. {_OFF}."
+            )
 
 
 class Compiled:

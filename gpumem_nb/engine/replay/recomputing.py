@@ -15,7 +15,7 @@ from ...shared.knobs.step import checkpointing_of
 from ...shared.settings import Settings
 from ...shared.workload import Workload
 from .checkpointing import Checkpointing, find_blocks
-from .compiling import Compiled, why_not
+from .compiling import Compiled, refuse_frozen, why_not
 from .loss_head import ChunkedHead, find_head, is_wide
 from .offload import Offload
 from .operators import Kept
@@ -136,6 +136,7 @@ class Recomputing:
         blocks = self.blocks
         if reason := why_not(self._model, blocks, on_gpu=any(one.is_cuda for one in self._model.parameters())):
             raise WorkloadError(reason)
+        refuse_frozen(blocks)
         self._compiled = self._compiled or Compiled(self._model, blocks)
         self._compiles = True
 
