@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, sqrt
 
+from ..shared.knobs.step import COMPILED_AT_MOST
 from .order import Order, quoted
 
 WIDTH = 120
@@ -226,6 +227,8 @@ def checkpointed(names: Sequence[str], norms: bool, length: int) -> Iterator[str
 
 def compiled(names: Sequence[str]) -> Iterator[str]:
     """Lines that compile these modules of ``model``, once for batches of all sizes, with the same random numbers."""
+    yield f"torch._dynamo.config.recompile_limit = {COMPILED_AT_MOST * len(names)}  # of all blocks together"
+    yield "torch._dynamo.config.use_numpy_random_stream = True"
     yield f"for block in {_which(names)}:"
     yield '    block.forward = torch.compile(block.forward, dynamic=True, options={"fallback_random": True})'
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
+from gpumem_nb.export.lines import compiled
 from gpumem_nb.internals import torch_compile_internals
 from gpumem_nb.shared.errors import WorkloadError
 from tests.links import Overheard
@@ -169,3 +171,44 @@ def test_blocks_draw_from_python_as_without_or_are_refused() -> None:
     assert close(*found)
     with pytest.raises(WorkloadError, match=r"compile=blocks would draw one number of a random\.Random"):
         parts_of(Net(Drawing), ON)
+
+
+class Deep(Block):
+    """Each is other code."""
+
+    depth = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for _ in range(self.depth):
+            x = x.sin()
+        return x * torch.from_numpy(np.random.rand(WIDTH).astype(np.float32))
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    blocks: list[Any] = [Deep() for _ in range(10)]
+    for depth, block in enumerate(blocks):
+        block.depth = depth
+    return nn.Sequential(*blocks)
+
+
+def test_a_script_compiles_as_many_blocks_that_differ_and_draws_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, found, compile_ = deep(), [], torch.compile
+    for name in ("recompile_limit", "use_numpy_random_stream"):  # to be put back
+        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, dynamic=True, backend="eager"))
+    exec("\n".join(compiled([str(place) for place in range(10)])), {"torch": torch, "model": model})
+    before = counters["stats"]["unique_graphs"]
+    np.random.seed(3)
+    found.append(step(model, of_rows, 4))
+    first = counters["stats"]["unique_graphs"] - before
+    monkeypatch.setattr(torch, "compile", compile_)
+    np.random.seed(3)
+    parts = parts_of(session := deep(), ON)
+    with parts.on():
+        found.append(step(session, of_rows, 4))
+    assert close(*found)
+    assert f" {first} graphs of 10 blocks" in parts.told()[0]

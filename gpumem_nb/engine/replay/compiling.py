@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 from ...internals.torch_internals import is_compiled, uncompiled
 from ...memory.ledger.recorder import Recorder
 from ...shared.errors import WorkloadError
-from ...shared.knobs.step import COMPILED
+from ...shared.knobs.step import COMPILED, COMPILED_AT_MOST
 from ..link.communicator import here
 from ..undo.reachable import Reachable
 from .checkpointing import generation_configs, switched_off
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ...internals.torch_compile_internals import Compilation
 
 BACKEND: Any = "inductor"  # torch's default
-_EACH = 8  # times that a block may be compiled, for other types and kinds of what it is given: torch's own limit
 _METHODS = (FunctionType, classmethod, staticmethod)
 _OFF = "Use compile=off"
 
@@ -106,7 +105,7 @@ class Compiled:
                     f"compile=blocks takes the place of the {type(block).__name__}'s forward, and something else has "
                     f"replaced that already. {_OFF}, or delete the block's own attribute forward."
                 )
-        most = _EACH * len(self.blocks)
+        most = COMPILED_AT_MOST * len(self.blocks)
         caching, strict = switched_off(self._configs), compiler.strict(most)
         try:
             with compiler.listened(self._ended):

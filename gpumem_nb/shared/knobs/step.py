@@ -194,6 +194,8 @@ def _joined_operators(settings: Settings, ranks: int) -> str:
     )
 
 
+COMPILED_AT_MOST = 8
+"""Times that a block may be compiled, for other types and kinds of what it is given: torch's own limit for a code."""
 COMPILED = "compile=blocks compiled"
 """How a rank's report of what it compiled begins."""
 UNCOMPILED = (
