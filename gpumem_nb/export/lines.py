@@ -229,6 +229,7 @@ def compiled(names: Sequence[str]) -> Iterator[str]:
     """Lines that compile these modules of ``model``, once for batches of all sizes, with the same random numbers."""
     yield f"torch._dynamo.config.recompile_limit = {COMPILED_AT_MOST * len(names)}  # of all blocks together"
     yield "torch._dynamo.config.use_numpy_random_stream = True"
+    yield "torch.fx.experimental._config.use_duck_shape = False  # for other sizes, too, where two are the same"
     yield f"for block in {_which(names)}:"
     yield '    block.forward = torch.compile(block.forward, dynamic=True, options={"fallback_random": True})'
 

@@ -4,14 +4,15 @@
 its id whether one of the same code came before), ``torch._dynamo.utils.counters``, what is raised by a compilation that
 fails, and settings: how often the same code may be compiled, that more than that is an error (torch would go on
 uncompiled, without a word), that hooks which come to a module later are noticed, that NumPy draws its random numbers
-itself, and in how many processes kernels are built. These would outlive a rank that is killed, so there are none.
+itself, that sizes which are the same by chance are told apart, and in how many processes kernels are built. These would
+outlive a rank that is killed, so there are none.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch._inductor.config
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
+from torch.fx.experimental import _config as shapes_config
 
 CHECKED_WITH = ("2.13.0",)  # of torch
 
@@ -32,6 +34,7 @@ with torch._inductor.config.patch(_ALONE):
     import torch._inductor.async_compile
 
 _OPTIONS = {"fallback_random": True, **_ALONE}  # random numbers as without it
+_SHAPES: Any = shapes_config
 _ADDED_UP = 256  # torch's limit of all compilations of the same code, whatever the model
 
 
@@ -82,17 +85,18 @@ def listened(ended: Callable[[Compilation], None]) -> Iterator[None]:
         callback_handler.remove_end_callback(end)
 
 
-def strict(most: int) -> AbstractContextManager[Any]:
-    """Inside, which may be entered again and again, on each thread: more than so many compilations of code fail.
+@contextmanager
+def strict(most: int) -> Iterator[None]:
+    """Inside, on this thread: more than so many compilations of code fail.
 
-    What is compiled does what the code would: hooks of modules and NumPy's random numbers, too.
+    What is compiled does what the code would: hooks of modules and NumPy's random numbers, too. Sizes that are the same
+    by chance are not taken to be the same always.
     """
     limits = {"recompile_limit": most, "accumulated_recompile_limit": max(most, _ADDED_UP)}
     as_written = {"skip_nnmodule_hook_guards": False, "use_numpy_random_stream": True}
-    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(
-        limits | as_written | {"fail_on_recompile_limit_hit": True}
-    )
-    return patched
+    raising = {"fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits | as_written | raising), _SHAPES.patch(use_duck_shape=False):
+        yield
 
 
 def _graphs() -> int:

@@ -199,14 +199,14 @@ def test_a_script_compiles_as_many_blocks_that_differ_and_draws_the_same_numbers
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, found, compile_ = deep(), [], torch.compile
-    for name in ("recompile_limit", "use_numpy_random_stream"):  # to be put back
-        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, dynamic=True, backend="eager"))
-    exec("\n".join(compiled([str(place) for place in range(10)])), {"torch": torch, "model": model})
     before = counters["stats"]["unique_graphs"]
     np.random.seed(3)
-    found.append(step(model, of_rows, 4))
+    with torch._dynamo.config.patch(recompile_limit=8, use_numpy_random_stream=False):  # put back afterwards
+        exec("\n".join(compiled([str(place) for place in range(10)])), {"torch": torch, "model": model})
+        found.append(step(model, of_rows, 4))
     first = counters["stats"]["unique_graphs"] - before
+    torch.fx.experimental._config.use_duck_shape = True
     monkeypatch.setattr(torch, "compile", compile_)
     np.random.seed(3)
     parts = parts_of(session := deep(), ON)
@@ -214,3 +214,12 @@ def test_a_script_compiles_as_many_blocks_that_differ_and_draws_the_same_numbers
         found.append(step(session, of_rows, 4))
     assert close(found[0], found[1])
     assert f" {first} graphs of 10 blocks" in parts.told()[0]
+
+
+def test_a_batch_as_large_as_a_layer_is_wide_is_compiled_for_all_sizes() -> None:
+    model = Net()
+    parts = parts_of(model, ON)
+    for size in (WIDTH, 4, 6):
+        with parts.on():
+            step(model, of_rows, size)
+    assert "1 graph of 4 blocks" in parts.told()[0]

@@ -106,7 +106,7 @@ class Compiled:
                     f"replaced that already. {_OFF}, or delete the block's own attribute forward."
                 )
         most = COMPILED_AT_MOST * len(self.blocks)
-        caching, strict = switched_off(self._configs), compiler.strict(most)
+        caching, strict = switched_off(self._configs), partial(compiler.strict, most)
         try:
             with compiler.listened(self._ended):
                 for block in self.blocks:
@@ -183,14 +183,14 @@ class _Forward:
         block: nn.Module,
         compiled: Callable[..., Any],
         calls: Callable[[], Any],
-        strict: AbstractContextManager[Any],
+        strict: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._block, self._compiled, self._calls, self._strict = block, compiled, calls, strict
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # a block in a block, which is compiled with it
             return type(self._block).forward(self._block, *args, **kwargs)
-        with self._calls(), self._strict:
+        with self._calls(), self._strict():
             return self._compiled(self._block, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
