@@ -12,7 +12,7 @@ import random
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,11 +106,11 @@ class Compiled:
                     f"replaced that already. {_OFF}, or delete the block's own attribute forward."
                 )
         most = COMPILED_AT_MOST * len(self.blocks)
-        caching, strict = switched_off(self._configs), partial(compiler.strict, most)
+        caching = switched_off(self._configs)
         try:
             with compiler.listened(self._ended):
                 for block in self.blocks:
-                    block.forward = _Forward(block, self._function(block), self._calls, strict)
+                    block.forward = _Forward(block, partial(self._call, self._function(block), most))
                 yield
         except compiler.TOO_OFTEN as error:
             raise WorkloadError(
@@ -161,11 +161,13 @@ class Compiled:
             self._compiled[written] = compiler.compiled(_copied(written), BACKEND)
         return self._compiled[written]
 
-    def _call(self, compiled: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call a block by the compiled form of its forward."""
+    def _call(self, compiled: Callable[..., Any], most: int, *args: Any, **kwargs: Any) -> Any:
+        """Call a block by the compiled form of its forward, which is compiled at most so often."""
+        from ...internals import torch_compile_internals as compiler
+
         self._called = True
-        with Recorder.current.not_inside() if Recorder.current else nullcontext():
-            return compiled(block, *args, **kwargs)
+        with Recorder.current.not_inside() if Recorder.current else nullcontext(), compiler.strict(most):
+            return compiled(*args, **kwargs)
 
     def _ended(self, one: Compilation) -> None:
         self.seconds += one.seconds
@@ -175,26 +177,14 @@ class Compiled:
         here().others_late_s += one.seconds  # they compile as well
 
 
-class _Forward:
-    """In place of a block's ``forward``; a copy of that block, also one that was pickled, has its plain one."""
-
-    def __init__(
-        self,
-        block: nn.Module,
-        compiled: Callable[..., Any],
-        calls: Callable[[], Any],
-        strict: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._block, self._compiled, self._calls, self._strict = block, compiled, calls, strict
+class _Forward(InsteadOfForward):
+    """In place of a block's ``forward``: compiled, but in a block that is compiled itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():  # a block in a block, which is compiled with it
-            return type(self._block).forward(self._block, *args, **kwargs)
-        with self._calls(), self._strict():
-            return self._compiled(self._block, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (type(self._block).forward, self._block)  # which is read without this package
+        """Called by torch."""
+        if is_compiling():
+            return type(self._module).forward(self._module, *args, **kwargs)
+        return super().__call__(self._module, *args, **kwargs)
 
 
 def _copied(function: Any) -> Any:
