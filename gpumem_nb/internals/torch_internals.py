@@ -46,7 +46,6 @@ from torch._C import _autograd, _current_autograd_node, _current_graph_task_id
 from torch.autograd import profiler as _profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
@@ -103,12 +102,6 @@ def version(tensor: Tensor) -> int:
         return _version_of(tensor)
     except RuntimeError:
         return 0
-
-
-def storage_referred_to(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage that a weak reference is of; ``None`` once it is gone."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return found
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

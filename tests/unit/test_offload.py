@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -161,6 +164,40 @@ def test_a_short_pool_is_one_sentence_and_leaves_nothing(gpu: VirtualGPU) -> Non
         peak(gpu, model, parts, batch)
     gc.collect()
     assert gpu.reading().live_bytes == live
+    assert parts.pool.used_bytes == 0
+
+
+def test_what_was_put_aside_ends_without_python_code_in_which_an_interrupt_would_be_lost() -> None:
+    parts, called = recomputing(Wide(), "on"), list[str]()
+    assert parts.pool
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_qualname)
+
+    with parts.on():
+        loss = Wide()(torch.ones(8, 256)).sum()
+        loss.backward(retain_graph=True)
+        assert parts.pool.used_bytes > 0
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            del loss
+        finally:
+            sys.setprofile(before)
+    assert called == []
+    assert parts.pool.used_bytes == 0
+
+
+def test_host_memory_that_could_not_be_had_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    parts = recomputing(nn.Identity(), "on")
+    assert parts.pool
+    monkeypatch.setattr(np, "empty", refuse)
+    with parts.on(), pytest.raises(MemoryError):
+        torch.ones(64, 64, requires_grad=True).exp().exp()
     assert parts.pool.used_bytes == 0
 
 

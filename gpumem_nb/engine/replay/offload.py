@@ -25,7 +25,6 @@ from ...internals.torch_internals import (
     func_transforms_allowed,
     in_backward,
     not_compiled,
-    storage_referred_to,
     version,
 )
 from ...memory.host_pool import HostPool
@@ -153,6 +152,9 @@ class _Staying(_Saved):
 class _Away:
     """A copy in host memory of the bytes of one storage, kept as long as some saved tensor needs it.
 
+    It ends in the middle of backward, without code in Python, as torch's own weak references have: interrupts that came
+    there would be lost.
+
     Args:
         before: what was put aside before it, which backward asks for after it: that is fetched ahead.
         tensor: one that lies in it; a dry run has no bytes.
@@ -160,31 +162,31 @@ class _Away:
 
     def __init__(self, pool: HostPool, tensor: Tensor, before: _Away | None) -> None:
         storage = tensor.untyped_storage()  # whose device is another one in a dry run
-        self._pool, self._nbytes, self._device = pool, storage.nbytes(), tensor.device
+        self._nbytes, self._device = storage.nbytes(), tensor.device
         self._before = weakref.ref(before) if before else None
         self._ahead: tuple[Tensor, Any] | None = None
-        self._latest: StorageWeakRef | None = None
-        self._buffer = None if is_fake(tensor) else pool.take(self._nbytes, self._device)
+        self._latest: weakref.ref[torch.UntypedStorage] | None = None
+        self._buffer = None if is_fake(tensor) else pool.take(self._nbytes, self._device, self)
         if self._buffer is not None:
             _copy_out(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage), self._buffer)
 
     def back(self) -> torch.UntypedStorage:
         """Return them on the device: the same storage to all who ask for views of it at the same time."""
-        storage = storage_referred_to(self._latest) if self._latest else None
+        storage = self._latest() if self._latest else None
         if storage is None:
             flat, copied = self._ahead or self._fetched()
             self._ahead = None
             if copied is not None:
                 torch.cuda.current_stream(self._device).wait_event(copied)
             storage = flat.untyped_storage()
-            self._latest = StorageWeakRef(storage)
+            self._latest = weakref.ref(storage)
             if before := self._before and self._before():
                 before.fetch_ahead()
         return storage
 
     def fetch_ahead(self) -> None:
         """Have them on the device soon: backward is likely to ask next."""
-        if self._ahead is None and (self._latest is None or self._latest.expired()):
+        if self._ahead is None and (self._latest is None or self._latest() is None):
             self._ahead = self._fetched()
 
     def _fetched(self) -> tuple[Tensor, Any]:
@@ -192,10 +194,6 @@ class _Away:
         if Recorder.current:
             Recorder.current.saved(flat)
         return flat, None if self._buffer is None else _copy_in(self._buffer, flat)
-
-    def __del__(self) -> None:
-        if getattr(self, "_buffer", None) is not None:
-            self._pool.give_back(self._buffer, self._nbytes, self._device)
 
 
 def _unpack(saved: Aside | _Staying) -> Tensor:
