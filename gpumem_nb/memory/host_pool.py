@@ -38,7 +38,7 @@ class HostPool:
 
     Attributes:
         peak_bytes: the most in use since the last step began.
-        limit_bytes: what this rank may use.
+        limit_bytes: what this rank may use; the buffers that wait to be used again are part of it.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -58,6 +58,10 @@ class HostPool:
                 self._free[lent.key].append(lent.buffer)
             self._ended.popleft()
         return sum(self._lent.values())
+
+    @property
+    def _free_bytes(self) -> int:
+        return sum(nbytes * len(kept) for (_, nbytes), kept in self._free.items())
 
     def begin(self) -> None:
         """A step begins: buffers of sizes that the last one had no use for are given back to the system."""
@@ -81,7 +85,9 @@ class HostPool:
             )
         key = device.type, nbytes
         self._asked.add(key)
-        buffer = kept.pop() if (kept := self._free[key]) else _new(nbytes, device)
+        if not (kept := self._free[key]) and used + self._free_bytes > self.limit_bytes:
+            self._free.clear()
+        buffer = kept.pop() if kept else _new(nbytes, device)
         lent = _Lent(user, self._ended.append)
         lent.buffer, lent.key = buffer, key
         self._lent[lent] = nbytes

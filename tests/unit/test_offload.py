@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from gpumem_nb.engine.replay.recomputing import Recomputing
 from gpumem_nb.internals.fake_internals import fake_mode
+from gpumem_nb.memory.host_pool import HostPool
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
@@ -187,6 +189,18 @@ def test_what_was_put_aside_ends_without_python_code_in_which_an_interrupt_would
             sys.setprofile(before)
     assert called == []
     assert parts.pool.used_bytes == 0
+
+
+def test_buffers_of_other_sizes_leave_when_host_memory_would_be_short() -> None:
+    pool, device = HostPool(1), torch.device("cpu")
+    pool.limit_bytes, held = 10 * MIB, list[weakref.ref[Any]]()
+    for size in range(1, 7):  # as micro-batches of one step, each of another length
+        user = nn.Identity()
+        held.append(weakref.ref(pool.take(size * MIB, device, user)))
+        del user
+        assert sum(buffer.nbytes for one in held if (buffer := one()) is not None) <= pool.limit_bytes
+    assert pool.used_bytes == 0
+    assert pool.peak_bytes == 6 * MIB
 
 
 def test_host_memory_that_could_not_be_had_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
