@@ -1,7 +1,8 @@
 """Undocumented parts of torch. Only for ranks.
 
 - Storages and tensors: ``_cdata`` (where the C++ object lies: Python makes a new storage object each time one asks),
-  ``_version`` (counts changes in place), ``_base`` (what a view is one of), ``_unsafe_preserve_version_counter``.
+  ``_version`` (counts changes in place), ``_base`` (what a view is one of), ``_unsafe_preserve_version_counter``,
+  ``_is_zerotensor`` (gradients in forward mode that nothing was written of).
 - Modules: ``_buffers`` (binding a buffer's name anew leaves ``buffers()`` no trace of the old one), ``_modules``,
   ``_parameters`` and the dicts of hooks (read for all modules at once, in each step), ``_NormBase`` (what batch norms
   have in common), the hooks of ``weight_norm`` and ``spectral_norm`` that make a weight anew in each call, and what
@@ -91,6 +92,11 @@ MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
 
 
 _version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def is_all_zero(tensor: Tensor) -> bool:
+    """Return whether a tensor is known to be zero and so has no bytes, though its storage has a size."""
+    return tensor._is_zerotensor()
 
 
 def version(tensor: Tensor) -> int:

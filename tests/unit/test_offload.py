@@ -253,6 +253,30 @@ def test_functions_that_take_gradients_of_their_own_run_inside_as_without_it() -
     assert torch.equal(found[0], found[1])
 
 
+def test_gradients_in_forward_mode_come_back_with_their_zeros() -> None:
+    batch, found = torch.randn(4, 8), list[list[Tensor]]()
+    for how in ("off", "on"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        with recomputing(model, how).on():
+            slopes = torch.func.jacfwd(lambda rows, model=model: model(rows).exp().sum(0))(batch)
+            slopes.square().sum().backward()
+        found.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert all(map(torch.equal, *found))
+
+
+def test_nested_tensors_stay_as_they_are() -> None:
+    rows, found = torch.randn(5, 8), list[list[Tensor]]()
+    for how in ("off", "on"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        with recomputing(model, how).on():
+            made = model(torch.nested.as_nested_tensor([rows[:2], rows[2:]], layout=torch.strided))
+            torch.nested.to_padded_tensor(made, 0.0).square().sum().backward()
+        found.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_result_that_is_changed_before_backward_needs_it_is_refused() -> None:
     parts = recomputing(nn.Identity(), "on")
     with parts.on():

@@ -24,6 +24,7 @@ from ...internals.torch_internals import (
     address,
     func_transforms_allowed,
     in_backward,
+    is_all_zero,
     not_compiled,
     version,
 )
@@ -97,12 +98,13 @@ class _Saved:
     """A saved tensor and the version that it had: torch compares no versions of what hooks were given."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._counted, self._version, self._shape = tensor.detach(), version(tensor), tensor.shape
+        self._counted, self._version = tensor.detach(), version(tensor)
+        self._shape = () if tensor.is_nested else tuple(tensor.shape)
 
     def _check(self) -> None:
         if version(self._counted) != self._version:
             raise WorkloadError(
-                f"A tensor of shape {tuple(self._shape)} that backward needs was changed in place after forward "
+                f"A tensor of shape {self._shape} that backward needs was changed in place after forward "
                 "had used it. Replace the in-place operation in the model or the loss."
             )
 
@@ -209,9 +211,10 @@ def _without_bytes(tensor: Tensor) -> Tensor:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor is one of torch's own, with bytes of its own."""
+    """Return whether a tensor is one of torch's own, with bytes of its own that say what is in it."""
     plain = (type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)) and tensor.layout is torch.strided
-    return plain and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
+    otherwise = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or is_all_zero(tensor)
+    return plain and not otherwise
 
 
 def _is_of_a_weight(tensor: Tensor) -> bool:
