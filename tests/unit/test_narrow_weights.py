@@ -288,6 +288,19 @@ def test_weights_that_a_cell_brings_are_narrow_too(monkeypatch: pytest.MonkeyPat
     assert part(one, "deep.weight").dtype is torch.bfloat16
 
 
+def test_weights_that_a_cell_makes_share_memory_go_on_sharing_it_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flip in (NARROW, WIDE):
+        one = made()
+        run(one, NARROW, 1, 1)
+        back, head = part(one, "back.weight"), part(one, "head.weight")
+        back.data = head.data
+        monkeypatch.setattr(cells, "ran", lambda flip=flip: id(flip))
+        run(one, flip, 2, 2)
+        assert back.dtype is head.dtype is torch.float32
+        assert back.data_ptr() == head.data_ptr(), "one update of the two would be lost, or they come apart"
+        assert part(one, "deep.weight").dtype is (torch.bfloat16 if flip is NARROW else torch.float32)
+
+
 def test_a_state_that_is_turned_into_8_bits_and_back_is_in_fp32_again() -> None:
     pytest.importorskip("bitsandbytes")
     one = made()

@@ -8,7 +8,7 @@ with ``precision=bf16``, and layers that compute with types of their own work.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -124,6 +124,7 @@ class Narrowed:
         if not (narrowed or self._narrow):
             return  # and ask nothing of a device that may be gone
         with self._exempt():
+            self._widen_shared()
             if narrowed:
                 self._narrow_all()
             else:
@@ -179,6 +180,20 @@ class Narrowed:
     def _is_narrow(self, weight: Tensor) -> bool:
         ref = self._narrow.get(id(weight))
         return ref is not None and ref() is weight and weight.dtype is torch.bfloat16
+
+    def _widen_shared(self) -> None:
+        """Widen together those that a cell has made share memory: they go on sharing it, and no update is lost."""
+        sharing = defaultdict[int, list[Tensor]](list)
+        for weight in filter(self._is_narrow, self._now()):
+            sharing[address(weight.untyped_storage())].append(weight)
+        for weights in sharing.values():
+            if len(weights) > 1:
+                storage = weights[0].untyped_storage()
+                wide = torch.empty(0, dtype=torch.bfloat16, device=weights[0].device).set_(storage).float()
+                for weight in weights:
+                    del self._narrow[id(weight)]
+                    self._before.pop(id(weight), None)
+                    weight.data = wide.as_strided(weight.shape, weight.stride(), weight.storage_offset())
 
     def _widen(self, weight: Tensor) -> None:
         if weight.dtype is not torch.bfloat16:  # a cell has changed it
