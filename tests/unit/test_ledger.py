@@ -29,6 +29,7 @@ from gpumem_nb.shared.categories import (
 )
 from tests.models import MODELS, SETTINGS, Training, ledger_of, profiled, recorded
 from tests.tiers import every, first_tier
+from tests.unit.test_offload import recomputing
 
 WIDTH = 512
 
@@ -94,14 +95,16 @@ def test_activations_are_what_autograd_saves(gpu: VirtualGPU, name: str, precisi
     del loss
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_logits_what_the_loss_keeps_of_them_and_their_gradient_are_a_category(gpu: VirtualGPU, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "offload"), [("fp32", "off"), ("bf16", "off"), ("fp32", "on"), ("bf16", "on")])
+def test_logits_what_the_loss_keeps_of_them_and_their_gradient_are_a_category(
+    gpu: VirtualGPU, precision: str, offload: str
+) -> None:
     tokens, features, classes = 64, 16, 1000
     head = nn.Linear(features, classes)
     model = nn.Sequential(nn.Embedding(classes, features), nn.Linear(features, features), head)
     words = torch.randint(classes, (tokens,))
     recorder = Recorder(gpu, model, head=head)
-    with recorder.watching():
+    with recorder.watching(), recomputing(model, offload).on():
         recorder.mark("forward")
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
             logits = model(words)

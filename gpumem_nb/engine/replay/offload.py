@@ -130,7 +130,10 @@ class Aside(_Saved):
         self._check()
         dtype, *view = self._form
         storage = self._away.back()
-        return torch.empty(0, dtype=dtype, device=self._device).set_(storage, *view)
+        tensor = torch.empty(0, dtype=dtype, device=self._device).set_(storage, *view)
+        if Recorder.current:
+            Recorder.current.saved(tensor)  # by its shape it may be logits, which its bytes alone do not tell
+        return tensor
 
     def get(self) -> Tensor:
         """Return the same as a leaf, to compute from it again."""
