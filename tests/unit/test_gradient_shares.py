@@ -188,3 +188,23 @@ def test_a_weight_without_a_gradient_holds_the_others_up_in_the_first_step_alone
         assert [places for _, places in found] == [[0, 1, 2, 3, 6]] * 2
         assert [most for most, _ in found] == [5, 3]
         assert torn
+
+
+@pytest.mark.parametrize("ready_before", [1, 2])
+def test_a_gradient_that_comes_after_its_bucket_has_left_is_not_lost_where_that_is_cut_in_backward(
+    ready_before: int,
+) -> None:
+    params = weights()
+    used = [5, 3, 2, 1, 0]
+
+    def of_rank(link: Communicator) -> Any:
+        rank = Rank(link, params, SHARED)
+        for step in range(2):
+            rank.backward(step, used)
+        rank.backward(2, [*used[:ready_before], 6, *used[ready_before:]])  # the last weight, which had none before
+        torn = rank.reduction.torn
+        rank.reduction.wait_for_backward()
+        again = rank.backward(2, [*used, 6])
+        return torn, rank.reduction.torn, again.missed, sorted(rank.shares.of(rank.params)[0] or ())
+
+    assert Meeting(2, timeout_s=10).run(of_rank) == [(True, False, False, [0, 1, 2, 3, 5, 6])] * 2

@@ -250,7 +250,8 @@ class GradientReduction:
     def _cut_all_but(self, most: int) -> None:
         """Wait until so many buckets are under way, and keep this rank's share; all ranks send them in one order."""
         sent = [bucket for bucket in self._buckets if bucket.transfer is not None]
-        for bucket in sent[: len(sent) - most] if len(sent) > most else ():
+        for bucket in sent[: max(0, len(sent) - most)]:
+            self.torn |= self._armed and bucket.left_as != marks(bucket.params)  # of which a share would not tell
             self._wait_for(bucket)
             self.shares.cut(bucket)
 
@@ -395,6 +396,5 @@ class GradientReduction:
     def _arrived(self, bucket: Bucket, transfer: Transfer | None) -> None:
         if bucket in self._under_way:
             self._under_way.remove(bucket)
-            arrived_s = (transfer and transfer.arrived_s) or time.perf_counter()
-            began = bucket.sent_bytes, bucket.sent_s
-            self.transfers.append(BucketTransfer(*began, arrived_s, bucket.index, bucket.sent))
+            came_s = (transfer and transfer.arrived_s) or time.perf_counter()
+            self.transfers.append(BucketTransfer(bucket.sent_bytes, bucket.sent_s, came_s, bucket.index, bucket.sent))
