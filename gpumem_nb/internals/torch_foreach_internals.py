@@ -2,6 +2,7 @@
 
 - ``torch._foreach_norm`` (the norms of many tensors in few kernels; ``nn.utils.get_total_norm`` came after torch 2.4).
 - ``torch._amp_foreach_non_finite_check_and_unscale_`` (the gradient scaler's look at gradients).
+- ``torch.utils._foreach_utils._group_tensors_by_device_and_dtype`` (the order in which gradients are clipped).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from itertools import compress
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 CHECKED_WITH = ("2.13.0",)  # of torch
 
@@ -24,6 +26,12 @@ def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     others = [tensor for tensor, is_narrow in zip(tensors, narrow, strict=True) if not is_narrow]
     of_others = iter(torch._foreach_norm(others) if others else ())
     return tuple(next(of_narrow if is_narrow else of_others) for is_narrow in narrow)
+
+
+def type_by_type(tensors: list[Tensor]) -> list[Tensor]:
+    """Return these in the order in which ``torch.nn.utils.clip_grad_norm_`` adds up the norms of such gradients."""
+    groups = _group_tensors_by_device_and_dtype([tensors]) if tensors else {}
+    return [tensor for (of_group,), _ in groups.values() for tensor in of_group]
 
 
 def note_nonfinite(tensors: list[Tensor], found: Tensor, one: Tensor) -> None:

@@ -90,6 +90,29 @@ def test_a_share_has_the_bits_of_the_average_and_few_gradients_are_whole_at_once
         assert most_whole <= 3  # two under way, and the one that has come
 
 
+def test_norms_add_up_to_the_bits_of_whole_gradients_of_several_types_and_of_none() -> None:
+    kinds = torch.float32, torch.float64
+
+    def of_rank(link: Communicator, params: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
+        totals = []
+        for config in (SHARED, WHOLE):
+            rank = Rank(link, params, config)
+            rank.backward()
+            if config.shared:
+                _, norms = rank.shares.of(rank.params)
+                totals.append(torch.linalg.vector_norm(torch.stack(norms)))
+            else:
+                totals.append(nn.utils.clip_grad_norm_(rank.params, 1.0))
+        return totals[0], totals[1]
+
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [*torch.randint(1, 300, (30,), generator=generator).tolist(), 0, 0]
+        params = [nn.Parameter(torch.zeros(size, dtype=kinds[size % 2])) for size in sizes]
+        of_shares, of_whole = Meeting(2).run(lambda link, params=params: of_rank(link, params))[0]  # type: ignore[misc]
+        assert torch.equal(of_shares, of_whole)
+
+
 def trained(rank: Rank, steps: int, clip_norm: float | None, scaler: GradScaler | None) -> list[Tensor]:
     settings = Settings(bucket_mib=0.01)
     optimizer = AdamW(rank.params, lr=0.01)

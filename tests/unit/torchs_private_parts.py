@@ -333,6 +333,16 @@ def norms() -> None:
     must(torch_foreach_internals.norms_of([]) == (), "nothing has norms")
 
 
+@checks("torch", "torch.utils._foreach_utils._group_tensors_by_device_and_dtype")
+def order_of_clipping() -> None:
+    tensors = [torch.ones(3, dtype=kind) for kind in (torch.float32, torch.float64, torch.float32, torch.complex64)]
+    found = torch_foreach_internals.type_by_type(tensors)
+    places = [next(place for place, one in enumerate(tensors) if one is other) for other in found]
+    must(sorted(places) == [0, 1, 2, 3], f"tensors are gone: {places}")
+    must(places.index(2) == places.index(0) + 1, f"the order is {places}")
+    must(torch_foreach_internals.type_by_type([]) == [], "nothing has an order")
+
+
 @checks("torch", "torch._amp_foreach_non_finite_check_and_unscale_")
 def nonfinite() -> None:
     found, one = torch.zeros(()), torch.ones(())

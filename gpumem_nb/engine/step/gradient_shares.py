@@ -8,13 +8,13 @@ which are taken before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...internals.torch_foreach_internals import norms_of
+from ...internals.torch_foreach_internals import norms_of, type_by_type
 from ...memory.ledger.recorder import Recorder
 from .buckets import Bucket, arrived
 from .gradients import marks, square_of
@@ -81,13 +81,20 @@ class GradientShares:
         rows = {place: self._kept[id(param)].row for place, param in enumerate(params) if id(param) in self._kept}
         return rows, self.norms(params)
 
-    def norms(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the norms of these weights' whole gradients, as clipping goes through them: type by type."""
-        of_types: dict[object, list[Tensor]] = {}
-        for param in params:
-            if id(param) in self._kept:
-                of_types.setdefault((param.device, param.dtype), []).append(self._kept[id(param)].norm)
-        return [norm for norms in of_types.values() for norm in norms]
+    def norms(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the norms of these weights' whole gradients, in the order in which clipping goes through them.
+
+        Gradients without elements are not cut, and count: how numbers are added up depends on how many there are.
+        """
+        if not self._kept:
+            return []
+        of_empty = {
+            id(param): torch.linalg.vector_norm(param.grad)
+            for param in params
+            if not param.numel() and param.grad is not None
+        }
+        there = [param for param in params if id(param) in self._kept or id(param) in of_empty]
+        return [of_empty[id(one)] if id(one) in of_empty else self._kept[id(one)].norm for one in type_by_type(there)]
 
     def square(self, params: Sequence[Tensor]) -> Tensor:
         """Return the squared norm of the averaged gradients of weights of one type and device, in fp32."""
