@@ -61,7 +61,7 @@ def model_facts(trainer: Trainer, inputs: bool) -> ModelFacts:
     shapes = SeenShapes()
     if inputs:
         with shapes:
-            trainer.look_into_step(Looks(batch=look))
+            trainer.look_into_step(Looks(batch=look), live.settings)
     names = {id(param): name for name, param in live.parts.named_parameters()}
     state = [pair for pair in live.optimizer.state.items() if isinstance(pair[0], Tensor) and not pair[0].requires_grad]
     frozen = [(names.get(id(param), ""), sum(one.nbytes for one in tensors_in(kept))) for param, kept in state]
@@ -243,7 +243,8 @@ def sync_of_loaded(trainer: Trainer) -> SyncLook:
         found = _checksums({name: param.grad for name, param in params if param.grad is not None})
         gradients.update(found)
 
-    if failure := trainer.look_into_step(Looks(gradients=look)):
+    whole = live.settings.replace(shard_gradients="off")
+    if failure := trainer.look_into_step(Looks(gradients=look), whole):
         raise WorkloadError(f"The step whose gradients would be compared could not be taken: {failure.message}")
     samples = None
     if isinstance(stream, ShardedStream):

@@ -122,10 +122,11 @@ def test_a_step_that_cannot_be_taken_is_told(two_ranks: Session) -> None:
     assert two_ranks.check_sync().ok
 
 
-def test_of_what_is_loaded_nothing_is_changed(two_ranks: Session) -> None:
+@pytest.mark.parametrize("shared", ["off", "on"])
+def test_of_what_is_loaded_nothing_is_changed(two_ranks: Session, shared: str) -> None:
     def after_steps(look: bool) -> object:
         two_ranks.load("digits-resnet", seed=5, width=8, depth=1, resolution=8)
-        two_ranks.set(batch_size=16)
+        two_ranks.set(batch_size=16, shard_optimizer=shared, shard_gradients=shared)
         losses = [two_ranks.train(3).frame().loss.tolist()]
         if look:
             report = two_ranks.check_sync()

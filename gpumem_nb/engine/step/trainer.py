@@ -279,12 +279,12 @@ class Trainer:
         outcome, _ = self._step(failure, chunk)
         return Trial.of(outcome, self.stepper, self.live, self._device)
 
-    def look_into_step(self, looks: Looks) -> Failure | None:
-        """Take one step as settings are, which is undone, and look into it. All ranks do that."""
-        chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True)
+    def look_into_step(self, looks: Looks, settings: Settings) -> Failure | None:
+        """Take one step under these settings, which is undone, and look into it. All ranks do that."""
+        chunk = Chunk(settings, self._settings_id, 1, trial=True)
         self.stepper.looks = looks
         try:
-            with leaving_no_cache(self._device), self.aside(self.live.settings), self.trying(chunk) as failure:
+            with leaving_no_cache(self._device), self.aside(settings), self.trying(chunk) as failure:
                 return self.try_step(failure, chunk).failure
         finally:
             self.stepper.looks = Looks()
