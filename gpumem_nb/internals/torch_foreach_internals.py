@@ -30,8 +30,8 @@ def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 def type_by_type(tensors: list[Tensor]) -> list[Tensor]:
     """Return these in the order in which ``torch.nn.utils.clip_grad_norm_`` adds up the norms of such gradients."""
-    groups = _group_tensors_by_device_and_dtype([tensors]) if tensors else {}
-    return [tensor for (of_group,), _ in groups.values() for tensor in of_group]
+    groups = _group_tensors_by_device_and_dtype([list[Tensor | None](tensors)]) if tensors else {}
+    return [tensor for (of_group,), _ in groups.values() for tensor in of_group if tensor is not None]
 
 
 def note_nonfinite(tensors: list[Tensor], found: Tensor, one: Tensor) -> None:
