@@ -159,7 +159,7 @@ def test_no_question_copies_weights_or_state(gpu: VirtualGPU, ask: str, monkeypa
     elif ask == "look":
         from gpumem_nb.engine.step.samples import Looks
 
-        assert trained.look_into_step(Looks()) is None
+        assert trained.look_into_step(Looks(), trained.live.settings) is None
     else:
         assert tried(trained, other) is None
     assert everything(trained) == before
