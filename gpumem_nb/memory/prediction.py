@@ -81,6 +81,16 @@ class SmallSteps:
         of_pairs: NDArray[np.bool_] = grows & (np.abs(without - np.rint(without)) > WHOLE)
         return of_pairs
 
+    def on_host(self, batch_size: int) -> int:
+        """Return the bytes that wait in host memory at another batch size, on the line through what they came to."""
+        small, large = self.traces[0], self.traces[-1]
+        if batch_size == large.batch_size or large is small:
+            return large.host_bytes
+        each = (large.host_bytes - small.host_bytes) / (large.batch_size - small.batch_size)
+        if self.varies:
+            return max(round(one.host_bytes / one.batch_size * batch_size) for one in (small, large))
+        return max(0, round(large.host_bytes + (batch_size - large.batch_size) * each))
+
     def continued(self, batch_size: int) -> Trace:
         """Return the step at another batch size, in the order of the larger one."""
         small, large = self.traces
@@ -188,6 +198,8 @@ def forecast(
         how, trace = (steps.how, steps.continued(batch_size)) if recorded is None else (RECORDED, recorded)
         found = _of(trace, limit_bytes, how, allocator, allowed_bytes, steps.first(trace))
         found = replace(found, block_bytes=of_a_block(trace, blocks)) if blocks else found
+    may_wait = steps.traces[-1].host_limit_bytes
+    found = replace(found, host_bytes=steps.on_host(batch_size), host_limit_bytes=may_wait)
     return replace(found, how=VARYING) if steps.varies else found
 
 
@@ -213,11 +225,13 @@ def largest(
     Of a single step that is its own size or none. ``allowed_bytes`` as in :func:`forecast`. Unless ``certain``, without
     the error, and with cached segments given back.
     """
-    if limit_bytes is None:
+    if limit_bytes is None and not steps.traces[-1].host_bytes:
         return most
 
     def fits(batch_size: int) -> bool:
         one = forecast(steps, batch_size, limit_bytes, None, allowed_bytes)
+        if limit_bytes is None or one.host_is_short:
+            return not one.host_is_short
         return (one.high_bytes <= limit_bytes and one.fits_recut) if certain else one.fits
 
     if len(steps.traces) == 1:

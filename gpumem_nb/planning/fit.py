@@ -41,13 +41,23 @@ class Missed:
     more: float = 0.0
 
 
-def verdict(low_bytes: int, high_bytes: int, limit_bytes: int | None, fits: bool, fits_recut: bool = True) -> str:
+def verdict(
+    low_bytes: int,
+    high_bytes: int,
+    limit_bytes: int | None,
+    fits: bool,
+    fits_recut: bool = True,
+    host_is_short: bool = False,
+) -> str:
     """Decide whether what lies between two bounds fits, in a word.
 
     Args:
         fits: whether it would with cached segments given back.
         fits_recut: whether it would also where the cache was cut by steps of another size.
+        host_is_short: whether more would wait in host memory than may.
     """
+    if host_is_short:
+        return DOES_NOT_FIT
     if limit_bytes is None:
         return NO_LIMIT
     if high_bytes <= limit_bytes and fits_recut:
@@ -156,7 +166,7 @@ def predicted(
         low_bytes=low,
         high_bytes=high,
         limit_bytes=limit_bytes,
-        verdict=verdict(at_least, at_most, limit_bytes, fits, one.fits_recut and one.fits),
+        verdict=verdict(at_least, at_most, limit_bytes, fits, one.fits_recut and one.fits, one.host_is_short),
         categories=one.at_peak,
         phase=one.phase,
         module=one.module,
@@ -164,6 +174,8 @@ def predicted(
         seconds=seconds,
         sample=one.sample,
         block_bytes=one.block_bytes,
+        host_bytes=one.host_bytes,
+        host_limit_bytes=one.host_limit_bytes,
     )
 
 
@@ -178,13 +190,14 @@ def with_longest(whole: Prediction, small: Prediction) -> Prediction:
 def within(one: Prediction, limit_bytes: int | None) -> Prediction:
     """Return the same under another limit."""
     fits = one.verdict != DOES_NOT_FIT and (limit_bytes is None or one.live_peak_bytes <= limit_bytes)
-    said = verdict(one.low_bytes, one.high_bytes, limit_bytes, fits, _fits_recut(one))
+    said = verdict(one.low_bytes, one.high_bytes, limit_bytes, fits, _fits_recut(one), bool(one.short_of_host))
     return replace(one, limit_bytes=limit_bytes, verdict=said)
 
 
 def _between(one: Prediction, low: int, high: int) -> str:
     """Decide whether it fits within other bounds. What may not fit where the cache is cut may not within these."""
-    return verdict(low, high, one.limit_bytes, one.verdict != DOES_NOT_FIT, _fits_recut(one))
+    fits, short = one.verdict != DOES_NOT_FIT, bool(one.short_of_host)
+    return verdict(low, high, one.limit_bytes, fits, _fits_recut(one), short)
 
 
 def _fits_recut(one: Prediction) -> bool:
@@ -279,7 +292,7 @@ class Largest(Words):
         if self.unknown:
             return f"Whether any micro-batch fits cannot be said: {self.unknown}."
         if not self.size:
-            return f"Not even batch_size=1 fits: {needs}{of_limit}."
+            return f"Not even batch_size=1 fits: {one.short_of_host or f'{needs}{of_limit}'}."
         bounds = f" ({format_bytes(one.low_bytes)} to {format_bytes(one.high_bytes)})"
         ends = "; an epoch has no more samples for a step" if self.size >= self.most else ""
         return f"batch_size={self.size} is the largest that fits every rank: {needs}{of_limit}{bounds}{ends}."
@@ -327,4 +340,7 @@ def _holds(said: Prediction, size: int) -> bool:
 
 def _proportional(said: Prediction, size: int) -> int:
     """Return the size that would fit if all memory grew with it; constant memory leaves less, so halve it next."""
-    return int(_BENEATH * size * (said.limit_bytes or 0) / max(1, said.high_bytes))
+    room, needs = (said.limit_bytes or 0), said.high_bytes
+    if said.short_of_host:
+        room, needs = said.host_limit_bytes, said.host_bytes
+    return int(_BENEATH * size * room / max(1, needs))

@@ -149,11 +149,11 @@ class Ladder(Report):
     def _deeper(self) -> Iterator[str]:
         """How much larger a model of this kind would fit, where that is known."""
         least = self.rungs[-1]
-        if least.more_blocks:
-            now = 0 if self.now.lower_bound else self.now.more_blocks
+        if more := least.more_blocks(self.blocks):
+            now = 0 if self.now.lower_bound else self.now.more_blocks(self.blocks)
             as_it_is = "" if now is None else f", with {now or 'none'} as it is"
             yield (
-                f"On rung {len(self.rungs)} a model with about {least.more_blocks} blocks more than its {self.blocks} "
+                f"On rung {len(self.rungs)} a model with about {more} blocks more than its {self.blocks} "
                 f"would fit{as_it_is}: each takes up to {format_bytes(least.block_bytes)} of the peak there."
             )
 

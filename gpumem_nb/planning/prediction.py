@@ -51,6 +51,7 @@ class Prediction(Words):
         splits: what is known of training its micro-batches in parts.
         instead: what would fit in its place, where it does not and that was asked for.
         block_bytes: by how much live bytes would grow at most for each block more of the model; ``None`` if not known.
+        host_bytes: what waits in host memory at most, of ``host_limit_bytes`` that a rank may have there.
     """
 
     settings: Settings
@@ -80,20 +81,33 @@ class Prediction(Words):
     sample: str = ""
     instead: Instead | None = None
     block_bytes: int | None = None
+    host_bytes: int = 0
+    host_limit_bytes: int = 0
 
     @property
-    def more_blocks(self) -> int | None:
-        """Return about how many blocks more, like those there are, would fit; ``None`` where that is not known."""
+    def short_of_host(self) -> str:
+        """Return by how much host memory is short, as a clause; empty where it is not."""
+        if self.host_bytes <= self.host_limit_bytes:
+            return ""
+        needs, may = format_bytes(self.host_bytes), format_bytes(self.host_limit_bytes)
+        return f"{needs} would wait in host memory, of which a rank may use {may}"
+
+    def more_blocks(self, blocks: int) -> int | None:
+        """Return about how many more than these blocks, like them, would fit; ``None`` where that is not known."""
         if not self.block_bytes or self.limit_bytes is None or self.lower_bound:
             return None
-        return max(0, (self.limit_bytes - self.high_bytes) // self.block_bytes)
+        more = max(0, (self.limit_bytes - self.high_bytes) // self.block_bytes)
+        if not self.host_bytes:
+            return more
+        return min(more, max(0, self.host_limit_bytes - self.host_bytes) * blocks // self.host_bytes)
 
     @property
     def refusal(self) -> str:
         """Return why you should not flip to these settings; empty unless they are predicted not to fit."""
         if self.verdict != DOES_NOT_FIT:
             return ""
-        return f"will not fit: {self.in_words(self.reserved_peak_bytes)} of {format_bytes(self.limit_bytes)}"
+        needs = f"{self.in_words(self.reserved_peak_bytes)} of {format_bytes(self.limit_bytes)}"
+        return f"will not fit: {self.short_of_host or needs}"
 
     def in_words(self, size: int) -> str:
         """Return some of these bytes for people: "310.0 MiB", or "more than 310.0 MiB" where they are a lower bound."""
@@ -128,9 +142,10 @@ class Prediction(Words):
                 f"{format_bytes(self.reserved_peak_bytes)}{limit} "
                 f"({format_bytes(self.low_bytes)} to {format_bytes(self.high_bytes)}){self._speed}"
             )
+        host = f"; {self.short_of_host}" if self.short_of_host else ""
         longest = f"; {self.sample.rstrip('.')}" if self.sample else ""
         instead = f"\n{self.instead.words(self.before or self.settings)}" if self.instead else ""
-        return f"{said}{bytes_}; {self.basis}{longest}{self._mathematics}{self._elsewhere}{instead}"
+        return f"{said}{bytes_}{host}; {self.basis}{longest}{self._mathematics}{self._elsewhere}{instead}"
 
     @property
     def _mathematics(self) -> str:

@@ -76,6 +76,7 @@ class Forecast:
         sample: a sentence about that sample, if it is much larger than others.
         block_bytes: by how much the live peak would grow at most for each block more of the model; ``None`` where that
             is not known.
+        host_bytes: what waits in host memory at most, of ``host_limit_bytes`` that this rank may have there.
     """
 
     live_peak_bytes: int
@@ -89,6 +90,13 @@ class Forecast:
     longest_bytes: int | None = None
     sample: str = ""
     block_bytes: int | None = None
+    host_bytes: int = 0
+    host_limit_bytes: int = 0
+
+    @property
+    def host_is_short(self) -> bool:
+        """Whether more would have to wait in host memory than may."""
+        return self.host_bytes > self.host_limit_bytes
 
     @property
     def live_error(self) -> float | None:
@@ -189,7 +197,11 @@ class Forecasts:
                 other.high_bytes if all_seen else max(other.high_bytes, one.high_bytes)
                 for one, other in zip(self.of, others.of, strict=True)
             ]
-        of = tuple(replace(one, longest_bytes=size, sample=sample) for one, size in zip(self.of, most, strict=True))
+        on_host = [other.host_bytes for other in others.of] or [one.host_bytes for one in self.of]
+        of = tuple(
+            replace(one, longest_bytes=size, sample=sample, host_bytes=max(one.host_bytes, waits))
+            for one, size, waits in zip(self.of, most, on_host, strict=True)
+        )
         largest = others.largest if all_seen else min(self.largest, others.largest)
         return replace(self, of=of, largest=largest, likely=min(self.likely, others.likely))
 

@@ -55,6 +55,38 @@ def test_losses_are_those_without_it_to_the_bit(two_ranks: Session, fresh: Calla
     assert found[0] == found[1] == found[2]
 
 
+def test_a_micro_batch_for_which_host_memory_is_short_is_predicted_not_to_fit(
+    two_ranks: Session, fresh: Callable[..., Session]
+) -> None:
+    session = fresh(two_ranks, "text-gpt", **TEXT)
+    session.set(batch_size=16, offload_activations="on")
+    session.train(2)
+    each = int(session.memory().frame().host_peak_bytes.max()) / 16
+    session.set(offload_activations="off")
+    session.run(
+        f"""
+from gpumem_nb.memory import host_pool
+known = host_pool.available_bytes
+if hvd.rank() == 1:
+    host_pool.available_bytes = lambda: int({24.5 * each} * 2 / 0.8)
+"""
+    )
+    try:
+        short = session.predict(batch_size=64, offload_activations="on")
+        most = session.largest_batch(offload_activations="on")
+        fits = session.predict(batch_size=most, offload_activations="on")
+        session.set(batch_size=most, offload_activations="on")
+        assert session.train(2).steps == 2
+    finally:
+        session.run("host_pool.available_bytes = known")
+    assert short.verdict == "does not fit"
+    assert "would wait in host memory, of which a rank may use" in str(short)
+    assert "would wait in host memory" in short.refusal
+    assert short.live_peak_bytes < (short.limit_bytes or 0)
+    assert most == 24
+    assert fits.verdict == "fits"
+
+
 def test_too_little_host_memory_on_one_rank_goes_back_and_training_goes_on(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:

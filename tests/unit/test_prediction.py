@@ -246,6 +246,18 @@ def test_the_largest_batch_is_the_last_that_fits_with_its_error() -> None:
     assert largest(small, 10 * MIB, 1000) == 0
 
 
+def test_what_waits_in_host_memory_grows_with_the_batch_and_decides_where_that_is_short() -> None:
+    waiting = [replace(trace(size), host_bytes=(1 + size) * MIB, host_limit_bytes=12 * MIB) for size in (2, 4)]
+    small = SmallSteps(waiting)
+    one = forecast(small, 12, None)
+    assert (one.host_bytes, one.host_limit_bytes) == (13 * MIB, 12 * MIB)
+    found = worst([forecast(small, 11, None), one], [None, None], [None, None], Settings(), "by hand", 0.0)
+    assert found.verdict == DOES_NOT_FIT
+    assert "13.0 MiB would wait in host memory, of which a rank may use 12.0 MiB" in str(found)
+    assert largest(small, None, 1000) == largest(small, 1000 * MIB, 1000) == 11
+    assert largest(small, 10 * MIB, 1000) == 0
+
+
 @pytest.mark.parametrize(
     ("low", "high", "fits", "word"),
     [(90, 99, True, FITS), (90, 101, True, TIGHT), (101, 120, True, TIGHT), (101, 120, False, DOES_NOT_FIT)],

@@ -130,6 +130,9 @@ class Trial:
         trace = record.trace(live.settings.batch_size) if record else None
         if trace and live.state_would_leave:
             trace = trace.without_state()
+        if trace:
+            waited, may_wait = live.recomputing.host_bytes
+            trace = replace(trace, host_bytes=waited, host_limit_bytes=may_wait)
         failure = beside_what_would_leave(outcome.failure, live, device)
         return cls(failure, trace, stepper.work_s, stepper.data_s, outcome.timings, stepper.not_foreseen)
 

@@ -44,6 +44,7 @@ class Trace:
         layout: where everything lay when the step began (:class:`.events.Base`), and ``held_foreign_bytes`` of it of
             other threads.
         allocator: how the caching allocator was set.
+        host_bytes: what waited in host memory at most, of ``host_limit_bytes`` that may.
     """
 
     batch_size: int
@@ -64,6 +65,8 @@ class Trace:
     layout: Ints
     held_foreign_bytes: int
     allocator: AllocatorSettings
+    host_bytes: int = 0
+    host_limit_bytes: int = 0
 
     @property
     def change(self) -> Ints:
