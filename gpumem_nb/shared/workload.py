@@ -116,7 +116,8 @@ class Handles:
     ``blocks``: how many blocks can be checkpointed. ``logits``: whether its last linear layer has more classes than
     features, so that logits are large. ``matrices``: whether it trains hidden matrices, for which Muon is made.
     ``shards``: whether ranks can share the optimizer's state. ``compiles``: whether its blocks can be compiled, and
-    there is time to try that.
+    there is time to try that. ``offloads``: whether copies to host memory are timed before anyone is advised to take
+    them.
     """
 
     blocks: int = 0
@@ -124,6 +125,7 @@ class Handles:
     matrices: bool = False
     shards: bool = False
     compiles: bool = False
+    offloads: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,19 +33,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds, for a first look")
     parser.add_argument("--no-report", action="store_true", help="print only, leave docs/benchmarks.md alone")
+    parser.add_argument("--no-tuner", action="store_true", help="keep the tuner's rows, which take most of the time")
     args = parser.parse_args()
     rounds, slot_s = (3, 1.0) if args.quick else (5, 4.0)
     began = time.monotonic()
     load = os.getloadavg()[0]  # of others: nothing of ours runs yet
     measured = measure(rounds, slot_s)
-    if not args.quick:  # half an hour
+    if not args.quick:
         say("the panel with many ranks")
         measured += many_ranks.figures(minutes=3)
         say("the rungs of the memory ladder")
         measured += rungs.figures()
-        say("the tuner against exhaustive grids")
-        measured += tuning.figures()
-    text = report(measured, load)
+        if not args.no_tuner:
+            say("the tuner against exhaustive grids")
+            measured += tuning.figures()
+    text = report(measured, load, kept() if args.no_tuner else [])
     print("\n" + text)
     if not args.no_report:
         REPORT.parent.mkdir(exist_ok=True)
@@ -102,12 +104,21 @@ def alone(notebook: Notebook, rounds: int, slot_s: float) -> list[Figure]:
     return ready_made + many
 
 
-def report(measured: list[Figure], load: float) -> str:
-    """The table, what it was measured on, and how to measure it again."""
+def kept() -> list[str]:
+    """Return the rows of the page that an earlier run measured of the tuner; each says when, once it is kept."""
+    text = REPORT.read_text()
+    measured_on = text.partition("Measured on ")[2].partition(":")[0]
+    rows = [line.removesuffix(" |") for line in text.splitlines() if line.startswith("| tune: ")]
+    return [f"{row} |" if row.endswith(")") else f"{row} ({measured_on}) |" for row in rows]
+
+
+def report(measured: list[Figure], load: float, more: list[str]) -> str:
+    """The table with these rows more, what it was measured on, and how to measure it again."""
     order = sorted(measured, key=lambda figure: not figure.name.startswith("live loop"))
     rows = [f"| {f.name} | {f.target} | {f.measured} | {f.met} | {f.details} |" for f in order]
-    table = ["| figure | target | measured | met | from |", "|---|---|---|---|---|", *rows]
-    return "\n".join(["# Benchmarks", "", *table, "", NOTE, machine(load), "", "Measure again: `make bench`", ""])
+    table = ["| figure | target | measured | met | from |", "|---|---|---|---|---|", *rows, *more]
+    again = "Measure again: `make bench`, or `python -m tests.bench.run --no-tuner` for all but the rows of `tune`."
+    return "\n".join(["# Benchmarks", "", *table, "", NOTE, machine(load), "", again, ""])
 
 
 def machine(load: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from gpumem_nb.kernel.questions.laddering import Laddering
+from gpumem_nb.planning.instead import lighter
 from gpumem_nb.planning.ladder import Ladder, may_be_rung, next_rung
 from gpumem_nb.planning.prediction import DOES_NOT_FIT, Prediction
 from gpumem_nb.shared import categories as c
@@ -123,6 +124,8 @@ def test_it_ends_with_how_much_larger_a_model_would_fit() -> None:
         assert f"{said}{as_it_is} takes up to 50.0 MiB" in str(ladder(now, below))
     for unknown in ({"limit_bytes": None}, {"block_bytes": None}, {"lower_bound": True}, {"high_bytes": 2000 * MIB}):
         assert "blocks more" not in str(ladder(ABOVE, dataclasses.replace(below, **unknown)))
+    on_host = dataclasses.replace(below, host_bytes=60 * MIB, host_limit_bytes=95 * MIB)  # 10 MiB for each of 6 blocks
+    assert "with about 3 blocks more than its 6" in str(ladder(ABOVE, on_host))
 
 
 def test_the_panel_has_a_button_for_each_rung() -> None:
@@ -179,6 +182,15 @@ def test_it_goes_down_until_nothing_is_worth_a_rung() -> None:
     assert rungs(ranks.ladder()) == ["optimizer=adamw8bit"]
     assert ranks.settings == PRESENT
     assert len(ranks.asked) == len(set(ranks.asked)), "nothing is predicted twice"
+
+
+def test_copies_to_host_memory_are_tried_where_activations_fill_the_peak_and_are_offered_by_nobody_else() -> None:
+    ranks = Ranks({"optimizer": 100, "offload_activations": 150})
+    assert rungs(ranks.ladder()) == ["optimizer=adamw8bit", "offload_activations=on"]
+    at_peak = {c.ACTIVATIONS: 300 * MIB, c.PARAMETERS: 100 * MIB}
+    offered = lighter(PRESENT, "backward", WorkloadInfo("net", 1, 4, 100_000, blocks=4).handles, at_peak)
+    assert offered
+    assert {one.offload_activations for one in offered} == {"off"}
 
 
 def test_a_change_whose_step_fails_is_left_out_and_what_passes_ends_it_with_what_was_found() -> None:

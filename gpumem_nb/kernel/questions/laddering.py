@@ -69,7 +69,9 @@ class Laddering(AsksRanks):
     ) -> Prediction | None:
         """Return the rung below these, ``None`` where there is none; ``known`` takes in what is predicted."""
         above, workload = rungs[-1], self._training.workload
-        handles = replace(workload.handles, compiles=workload.why_uncompiled == "") if workload else Handles()
+        handles = workload.handles if workload else Handles()
+        compiles = workload is not None and workload.why_uncompiled == ""
+        handles = replace(handles, compiles=compiles, offloads=True)  # what they cost is timed here
 
         def needs(settings: Settings) -> Prediction | None:
             unchanged.check()

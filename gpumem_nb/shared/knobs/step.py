@@ -145,6 +145,12 @@ ACTIVATION_BUDGET = Knob(
 )
 
 
+def _offloaded(need: Need) -> Iterator[Changes]:
+    able = need.handles.offloads and need.settings.compile == "off" and not need.of_update
+    if able and need.settings.offload_activations == "off":
+        yield {"offload_activations": "on"}
+
+
 OFFLOAD_ACTIVATIONS = Knob(
     "offload_activations",
     "off",
@@ -158,6 +164,7 @@ OFFLOAD_ACTIVATIONS = Knob(
     moves={ACTIVATIONS: MOST, LOGITS: MOST},
     mathematics=KEEPS,
     apply=lambda live, settings: live.recomputing.set_offload(settings.offload_activations),
+    lighter=_offloaded,
     saves="activations wait in host memory for backward",
     exported=carried,
 )
