@@ -136,6 +136,7 @@ it.BACKEND = slow
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_compiles_longer_than_the_others_is_no_stall(quick: Session) -> None:
     session = attached(quick)
     session.train(1)

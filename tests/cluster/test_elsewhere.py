@@ -81,6 +81,7 @@ def by_definition(model: Callable[[], nn.Module] = net, **knobs: Any) -> Predict
     return found
 
 
+@pytest.mark.full
 def test_what_is_attached_needs_what_its_definition_needs_and_trains_on(attached: Session) -> None:
     attached.train(2)
     before, steps = weights(attached), attached.status().steps

@@ -60,6 +60,7 @@ def test_work_too_small_to_be_shared_is_done_by_one_of_a_ranks_threads(alone: Se
     assert (few - none, many - none) == (0, 1)
 
 
+@pytest.mark.full
 def test_horovods_thread_of_a_rank_by_itself_is_seldom_awake_and_serves_cells(alone: Session) -> None:
     def awake() -> tuple[float, int]:
         from gpumem_nb.engine.link.collectives import NICENESS

@@ -42,6 +42,7 @@ def test_a_live_model_is_flipped_both_ways_and_needs_what_was_predicted(
     assert len(weights(session)) == 1
 
 
+@pytest.mark.full
 def test_losses_are_those_without_it_to_the_bit(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     found = []
     for flips in (("off",) * 3, ("off", "on", "off"), ("on", "on", "off")):

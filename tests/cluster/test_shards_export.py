@@ -11,7 +11,6 @@ import pytest
 from gpumem_nb.session import Session
 from tests import exported
 from tests.cluster.test_export import passes_ruff
-from tests.tiers import every, first_tier
 
 pytestmark = pytest.mark.cluster
 
@@ -33,8 +32,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("ddp", first_tier([False, True], every(2)))
-@pytest.mark.parametrize(("name", "knobs"), first_tier(CASES, every(3)))
+@pytest.mark.full
+@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize(("name", "knobs"), CASES)
 def test_a_script_shares_the_state_too_and_goes_on_from_a_state_of_its_session(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, name: str, knobs: dict[str, Any], ddp: bool
 ) -> None:

@@ -58,7 +58,7 @@ def trained(gpu: Session) -> Session:
 
 
 @pytest.mark.parametrize(
-    ("fault", "left_mib"), first_tier([("memory", 0), ("library", 0), ("memory", 1), ("library", 1)], every(3))
+    ("fault", "left_mib"), first_tier([("memory", 0), ("library", 0), ("memory", 1), ("library", 1)], every(4))
 )
 def test_a_rescue_needs_no_more_than_the_gradients_that_it_lets_go(trained: Session, fault: str, left_mib: int) -> None:
     """As with gradients of 8 GB and 200 MB free: a fortieth of them is left.

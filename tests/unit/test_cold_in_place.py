@@ -80,6 +80,7 @@ def compare(gpu: VirtualGPU, *functions: Function, micro_batches: int = 1) -> No
 
 
 @on_virtual_gpu
+@pytest.mark.full
 def test_gradients_of_branches_are_added_up_in_place(gpu: VirtualGPU) -> None:
     import torch
 

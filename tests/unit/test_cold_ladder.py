@@ -128,6 +128,7 @@ def test_the_table_names_what_the_sentence_below_it_names_which_keeps_the_global
 
 
 @pytest.mark.usefixtures("small_gpus")
+@pytest.mark.full
 def test_one_gpu_is_a_table_in_a_cell_and_says_that_it_has_no_bf16() -> None:
     shell = InteractiveShell.instance()
     shell.user_ns["mine"] = workload()
@@ -145,6 +146,7 @@ def test_one_gpu_is_a_table_in_a_cell_and_says_that_it_has_no_bf16() -> None:
 
 
 @pytest.mark.usefixtures("small_gpus")
+@pytest.mark.full
 def test_micro_batches_that_the_data_brings_are_not_split() -> None:
     batched = gm.Workload("mine", tower, lambda: iter_of(torch.zeros(48, LENGTH, WIDTH)), mean_square)
     found = gm.predict(batched, gpu=["New"], optimizer="sgd")
@@ -178,6 +180,7 @@ def test_objects_that_are_there_need_what_their_definition_needs() -> None:
     assert there.at_peak.keys() == made.at_peak.keys()
 
 
+@pytest.mark.full
 def test_several_ranks_may_share_the_optimizers_state_and_one_may_not() -> None:
     import cloudpickle
 

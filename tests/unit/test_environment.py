@@ -34,6 +34,7 @@ def test_everything_that_set_up_made_is_found(report: EnvironmentReport) -> None
     assert "MPI, Gloo" in item(report, "Horovod").found
 
 
+@pytest.mark.full
 def test_check_takes_less_than_four_seconds() -> None:
     started = time.monotonic()
     environment.check()

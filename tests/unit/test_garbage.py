@@ -49,6 +49,7 @@ class Holding(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.full
 def test_what_steps_hold_in_circles_does_not_add_up_over_questions() -> None:
     trainer, settings = trainer_of(None, model=lambda: Holding(WIDTH, WIDTH)), Settings(batch_size=2)
     found: list[tuple[int, int]] = []

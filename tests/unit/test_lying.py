@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # In a process of its own, whose torch.cuda is another one.
 CODE = """
@@ -37,6 +39,7 @@ for flip in ({"precision": "bf16"}, {"checkpointing": "blocks"}, {"batch_size": 
 """
 
 
+@pytest.mark.full
 def test_reserved_bytes_are_right_to_the_segment() -> None:
     run = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -95,6 +95,7 @@ def test_a_tuner_looks_at_it_where_the_optimizer_is_named_and_mathematics_may_ch
 
 
 @pytest.mark.usefixtures("dry_runs_forked", "small_gpus")
+@pytest.mark.full
 def test_for_a_gpu_that_is_not_here_it_is_named_where_it_is_enough() -> None:
     found = table("New", batch_size=1, memory="170MiB")
     assert found["New"].verdict == DOES_NOT_FIT

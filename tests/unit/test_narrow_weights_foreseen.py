@@ -19,6 +19,7 @@ from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Handles, Workload, WorkloadInfo
 from tests.links import Overheard
+from tests.tiers import every, first_tier
 from tests.unit.test_muon import MODELS, trainer
 from tests.unit.test_narrow_weights import NARROW, WIDE, Net, bits, data, made, run, same, seen_loss
 from tests.unit.test_one_rank import alone as alone  # a fixture
@@ -26,7 +27,7 @@ from tests.unit.test_one_rank import alone as alone  # a fixture
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", first_tier(MODELS, every(3)))
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adafactor"])
 def test_the_peak_after_a_flip_is_the_one_that_was_predicted(
     gpu: VirtualGPU, alone: Overheard, name: str, optimizer: str

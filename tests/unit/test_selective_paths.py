@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_nb.engine.undo.step_undo import ForwardState
+from tests.tiers import every, first_tier
 from tests.unit.test_selective import WIDTH, Stack, rows, selective, step
 
 STEPS = 8  # after the fourth call of a block only every 64th is compared with the first
@@ -176,7 +177,7 @@ def results(block: Callable[[], nn.Module], budget: float | None) -> list[Tensor
     return [*found, *model.buffers(), torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", first_tier(BLOCKS, every(3)))
 def test_gradients_are_the_same_to_the_bit_on_paths_that_were_not_looked_at(block: type[Block]) -> None:
     expected = results(block, None)
     for budget in (0.3, 0.6, 0.95):

@@ -19,6 +19,7 @@ def empty_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("empty_cache_folder")
+@pytest.mark.full
 def test_two_builds_at_once_leave_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text(
