@@ -88,7 +88,8 @@ def of_packed(
     seconds = time.perf_counter() - began_s
 
     def predicted_on(one: Gpu, settings: Settings, found: OnGpu) -> Prediction:
-        said = _prediction(found, settings, one, asked[one.name], ranks, known, seconds)
+        called = replace(one, name=gpu_table.in_words(one.name, capacity))
+        said = _prediction(found, settings, called, asked[one.name], ranks, known, seconds)
         return replace(said, splits=splits)
 
     by_gpu = {one.name: predicted_on(one, answer.settings, answer.of[one.name]) for one in gpus}
@@ -107,6 +108,7 @@ def of_packed(
         },
         ranks,
         tuple(one.name for one in gpus if one.estimated),
+        capacity,
     )
 
 

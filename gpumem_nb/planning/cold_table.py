@@ -40,6 +40,7 @@ class ColdPredictions(Report):
             search did not come to its end.
         ranks: how many train together.
         estimated: GPUs of which memory, or what CUDA takes of it, was not measured.
+        memory: of each GPU in bytes, where it was given in place of the table's.
     """
 
     by_gpu: Mapping[str, Prediction]
@@ -50,6 +51,7 @@ class ColdPredictions(Report):
     tried: Mapping[str, tuple[Prediction, ...]] = field(default_factory=dict)
     ranks: int = 1
     estimated: tuple[str, ...] = ()
+    memory: int | None = None
 
     def __getitem__(self, gpu: str) -> Prediction:
         return self.by_gpu[self._named(gpu)]
@@ -99,17 +101,21 @@ class ColdPredictions(Report):
     def _sentences(self) -> list[str]:
         gpus: dict[str, list[str]] = {}
         for gpu, why in self.unknown.items():
-            gpus.setdefault(why, []).append(gpu)
-        said = [f"{gpu}: {self._instead(gpu)}." for gpu in self.by_gpu if self._is_short(gpu)]
+            gpus.setdefault(why, []).append(self._in_words(gpu))
+        said = [f"{self._in_words(gpu)}: {self._instead(gpu)}." for gpu in self.by_gpu if self._is_short(gpu)]
         said += [f"Largest batch of {', '.join(those)} not known: {why}" for why, those in gpus.items()]
         said += [f"{why}." for why in self.notes.values()]
         if self.estimated:
             error = max(gpu_table.find(gpu).beside(self.ranks)[1] for gpu in self.estimated)
+            those = ", ".join(map(self._in_words, self.estimated))
             said.append(
-                f"The memory of {', '.join(self.estimated)}, or what CUDA takes of it, was not measured: the upper end "
+                f"The memory of {those}, or what CUDA takes of it, was not measured: the upper end "
                 f"of 95 % has up to {format_bytes(error)} more for that, much for a small model. Verdicts allow for it."
             )
         return said
+
+    def _in_words(self, gpu: str) -> str:
+        return gpu_table.in_words(gpu, self.memory)
 
     def _is_short(self, gpu: str) -> bool:
         return self.by_gpu[gpu].verdict not in (FITS, NO_LIMIT)
@@ -149,7 +155,7 @@ class ColdPredictions(Report):
     def _table(self) -> Table:
         rows = tuple(
             (
-                gpu,
+                self._in_words(gpu),
                 one.verdict,
                 self._largest_text(gpu),
                 self._fits_with_text(gpu),

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..shared.errors import InvalidInput, nearest
 from ..shared.forecast import Kernels
+from ..shared.units import typed_size
 
 VARIABLE = "GPUMEM_NB_GPUS"
 _TABLE = Path(__file__).with_name("gpus.csv")
@@ -133,12 +134,17 @@ def called(name: str, gpus: Iterable[str]) -> list[str]:
     Of several that are written otherwise and are compared as the same, the last one counts: an added file's.
     """
     by_key, key = {key_of(gpu): gpu for gpu in gpus}, key_of(name)
-    return [by_key[key]] if key in by_key else [gpu for gpu in by_key.values() if _model(gpu) == key]
+    return [by_key[key]] if key in by_key else [gpu for gpu in by_key.values() if key_of(_model(gpu)) == key]
+
+
+def in_words(name: str, memory: int | None) -> str:
+    """Return what a GPU of the table is called whose memory is this, in bytes: ``T4 with 48GB``."""
+    return name if memory is None else f"{_model(name)} with {typed_size(memory)}"
 
 
 def _model(gpu: str) -> str:
-    """Return the key of a GPU's name without its size: of A100-40GB that of A100."""
-    return key_of(re.sub(r"[\s_-]+\d+\s*GB$", "", gpu.strip(), flags=re.IGNORECASE))
+    """Return a GPU's name without its size: of A100-40GB that is A100."""
+    return re.sub(r"[\s_-]+\d+\s*GB$", "", gpu.strip(), flags=re.IGNORECASE)
 
 
 def key_of(name: str) -> str:

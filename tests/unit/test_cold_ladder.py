@@ -143,6 +143,10 @@ def test_one_gpu_is_a_table_in_a_cell_and_says_that_it_has_no_bf16() -> None:
     assert "The memory of T4-16GB, or what CUDA takes of it, was not measured" in estimated
     assert "the upper end of 95 % has up to 500.0 MiB more" in estimated
     assert new.startswith("Which GPU fits batch_size=1 optimizer=sgd?\n")  # and nothing that memory does not hang on
+    larger = table("T4", batch_size=1, memory="48GB")
+    assert larger["T4"] is larger["T4-16GB"]
+    assert "The memory of T4 with 48GB, or what CUDA takes" in str(larger)
+    assert "16GB" not in str(larger).replace("T4-16GB has no bf16", "") + str(larger["T4"])
 
 
 @pytest.mark.usefixtures("small_gpus")
