@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..shared.categories import CATEGORIES, MEANING
 from ..shared.messages import DeviceUse, Ledger, Span, Timeline
 from ..shared.readings import METRICS, Metric
-from ..shared.units import format_bytes, name_ranks
+from ..shared.units import format_bytes, format_duration, name_ranks
 from .tables import Table
 
 UNEXPLAINED = "not explained"
@@ -176,7 +176,7 @@ def timeline_table(timeline: Timeline) -> Table:
         )
         for span, peak in peaks
     )
-    title = f"Step {timeline.step} of rank {timeline.rank}, {timeline.step_s * 1000:.0f} ms while it was recorded"
+    title = f"Step {timeline.step} of rank {timeline.rank}, {format_duration(timeline.step_s)} while it was recorded"
     headings = ("from ms", "ms", "phase", "module", "highest live", "")
     return Table(title, headings, rows, frozenset({"phase", "module", ""}))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..shared.questions import SWEEP_BYTES
 from ..shared.step_times import BACKWARD, COPY, DATA, FORWARD, PARTS, REDUCTION, UPDATE, StepTimes
-from ..shared.units import format_bytes, format_rate
+from ..shared.units import format_bytes, format_duration, format_rate
 from .tables import Report, Table
 
 
@@ -234,7 +234,7 @@ class ScalingReport(Report):
                 str(one.ranks),
                 format_rate(one.samples_per_s),
                 f"{self.efficiency(one.ranks):.0%}",
-                f"{1000 * one.step_s:.0f} ms ± {one.spread:.0%}",
+                f"{format_duration(one.step_s)} ± {one.spread:.0%}",
                 ", ".join(f"{name} {share:.0%}" for name, share in self.lost(one).items()) or "–",
             )
             for one in self.measured

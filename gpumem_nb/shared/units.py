@@ -75,6 +75,14 @@ def format_rate(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
+def format_duration(seconds: float) -> str:
+    """Return how long something takes in milliseconds, or from a second on in seconds."""
+    milliseconds = f"{1000 * seconds:.0f}"
+    if len(milliseconds) < 4:
+        return f"{milliseconds} ms"
+    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+
+
 DEFAULT_SEED = 0
 LARGEST_SEED = 2**32 - 1
 """NumPy's global random numbers take no larger one."""

@@ -12,7 +12,7 @@ from ..report.breakdown import by_outer_module, joined, parts, place, share
 from ..report.memory import MemoryReport
 from ..shared.categories import CATEGORIES
 from ..shared.messages import Ledger, Span, Timeline
-from ..shared.units import format_bytes
+from ..shared.units import format_bytes, format_duration
 from . import figures
 from .cells import in_notebook
 from .style import BLUE, LOOKS, UNKNOWN, VERMILION, Look
@@ -48,7 +48,7 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
     traces += [_strip("phase", joined(timeline.spans, 0)), _strip("module", parts(timeline, _MOST_BOXES))]
     kind = " (virtual)" if timeline.ledger.virtual else ""
     title = f"Step {timeline.step} of rank {timeline.rank}: live MiB{kind}"
-    took = f"ms ({timeline.step_s * 1000:.0f} while recorded)"
+    took = f"ms ({format_duration(timeline.step_s)} while recorded)"
     figure = go.Figure(traces)
     figure.update_layout(
         **figures.look(title, 580),

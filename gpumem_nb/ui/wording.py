@@ -24,7 +24,7 @@ from ..report.tables import marked
 from ..shared.forecast import MOST_BATCH
 from ..shared.knobs import CHANGES, KEEPS, KEEPS_TO_ROUNDING
 from ..shared.messages import Leak, RankInfo, Reading
-from ..shared.units import format_bytes, format_rate
+from ..shared.units import format_bytes, format_duration, format_rate
 from ..shared.workload import Handles
 from .pictures import common_limit
 from .series import Peak, above_median, worst_first
@@ -110,7 +110,7 @@ def tiles(session: Session, readings: Sequence[Reading | None], time: TimeReport
     return _tiles(
         (memory if tried and tried.peak_bytes else unknown, f"peak{escape(of)}"),
         (format_rate(speed) if speed else unknown, "samples/s, all ranks" if session.size > 1 else "samples/s"),
-        (f"{1000 * batch / speed:.0f} ms" if speed else unknown, f"step{escape(_waiting(time))}"),
+        (format_duration(batch / speed) if speed else unknown, f"step{escape(_waiting(time))}"),
         (
             unknown if tried is None or tried.loss is None else f"{tried.loss:.4f}",
             f"loss, step {steps}{_epochs(session)}",

@@ -135,6 +135,7 @@ def test_a_peak_is_of_steps_that_were_done_of_what_is_loaded_under_these_setting
     assert "…</b><span>peak, of 96.0 MiB" in tiles(history, [reading()])
     steps(history, [9.0] * 6, live_peak_bytes=48 * MIB)
     assert "48.0 MiB</b><span>peak, 50% of 96.0 MiB" in tiles(history)
+    assert "<b>3.56 s</b><span>step" in tiles(history), "of 32 samples"
     history.begin(2, "mine", NOW.replace(batch_size=64))  # while paused: the device has a peak of its own by then
     assert "…</b><span>peak, of 96.0 MiB" in tiles(history, [reading(13 * MIB)])
     steps(history, [9.0], settings_id=2, live_peak_bytes=72 * MIB)

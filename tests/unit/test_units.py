@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from gpumem_nb.shared.errors import InvalidInput
-from gpumem_nb.shared.units import checked_seconds, format_bytes, parse_size, typed_size
+from gpumem_nb.shared.units import checked_seconds, format_bytes, format_duration, parse_size, typed_size
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,14 @@ def test_a_size_means_its_bytes(text: str | int, n: int) -> None:
 def test_what_is_no_size_is_refused_with_what_is_allowed(text: str) -> None:
     with pytest.raises(InvalidInput, match=r"is not a memory size: it must be .*GiB"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.0, "0 ms"), (0.6174, "617 ms"), (0.9996, "1.00 s"), (2.345, "2.35 s"), (9.996, "10.0 s"), (14.617, "14.6 s")],
+)
+def test_a_duration_is_told_in_milliseconds_up_to_a_second(seconds: float, said: str) -> None:
+    assert format_duration(seconds) == said
 
 
 @pytest.mark.parametrize("value", [0, -5, True, 2**60, None, 1.5])
