@@ -17,7 +17,6 @@ from .differences import NOT_KNOWN, changes, mathematics, typed
 
 TRIALS_NAMED = 4
 LARGER = "Use a smaller model or a larger limit."
-_AGAIN = "Others were not tried: ask again."
 
 BESIDES = {
     c.PARAMETERS: "No knob changes what the weights take; a smaller model does.",
@@ -142,7 +141,9 @@ class Instead:
             return f"{self._how}, {'these' if self.frees_most else 'this'} {fit}: {'; '.join(said)}."
         if self.barely:
             return f"{self._how}, only this {fit}, barely: {self.named(self.barely, now)}."
-        helps = _AGAIN if self.unfinished else " ".join(filter(None, [BESIDES.get(self.largest, ""), LARGER]))
+        helps = " ".join(filter(None, [BESIDES.get(self.largest, ""), LARGER]))
+        if self.unfinished:
+            helps = f"Others were not tried. Ask again: {f'%hvd_predict {typed(now, self.failed)}'.rstrip()}"
         if not self.tried:
             return helps
         tried = [typed(self.failed, one.settings) for one in self.tried]

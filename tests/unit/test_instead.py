@@ -207,7 +207,7 @@ def test_where_asking_ended_before_something_fitted_it_is_said_and_asked_again()
     disturbed, ranks = True, Ranks(predicts)
     found = ranks.finding().find(NEEDS)
     assert found.words(FAILED).endswith(
-        "none of these would fit: batch_size=16 accumulation_steps=2. Others were not tried: ask again."
+        "none of these would fit: batch_size=16 accumulation_steps=2. Others were not tried. Ask again: %hvd_predict"
     )
     disturbed = False
     assert ranks.finding().find(NEEDS).fastest is not None

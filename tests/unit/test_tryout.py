@@ -247,7 +247,8 @@ def test_trials_that_end_early_do_not_say_that_nothing_fits() -> None:
     one.learn(OUT)
     rescue.looking = False  # ranks stalled, say
     assert rescue.advice.endswith(
-        "none of these would have fit: batch_size=4 accumulation_steps=2. Others were not tried: ask again."
+        "none of these would have fit: batch_size=4 accumulation_steps=2. Others were not tried. Ask again: "
+        "%hvd_predict"
     )
     while one.next():
         one.learn(OUT)
