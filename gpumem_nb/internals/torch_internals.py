@@ -83,9 +83,18 @@ weights_by_name: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_
 """A module's own parameters: the dict in which it keeps them."""
 
 hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
 )
-"""The dicts in which a module keeps what is called around its forward and backward."""
+"""The dicts in which a module keeps what is called around its forward and backward, and in which way."""
+
+hooks_of_tensor: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+"""The dict of what is called with the gradient of a tensor; ``None`` before there was anything."""
 
 MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has for torch's own use."""

@@ -37,7 +37,8 @@ they run, and put back bit for bit where it differs:
 - random numbers of torch, CUDA, NumPy and Python, and generators that the model keeps;
 - attributes of modules, of hooks, of the loss, and of objects, dataclasses and slots that these hold; closures,
   defaults and globals of your own functions among them, attributes of your own classes, and variables of your own
-  modules by the names that these functions use;
+  modules by the names that these functions use; names that come in the step are dropped;
+- hooks of modules, and those that `register_hook` puts on weights;
 - what lists, dicts, tuples, sets and deques among these hold, of any length and six deep; tensors in them of up to
   64 KiB, and larger ones once their content was seen to change; NumPy arrays of up to 64 KiB.
 
@@ -45,7 +46,7 @@ What one part raises stops no other, and the next step tells of it. A cell may c
 all that was learned of the model is found out anew, and the first update can be undone.
 
 Not restored: files, prints and what runs on other machines; objects of installed packages, of datasets, samplers and
-schedulers; what `next()` took from an iterator; attributes of tensors, what serves as a key, and what `lru_cache`
+schedulers; what `next()` took from an iterator; other attributes of tensors, what serves as a key, and what `lru_cache`
 keeps; a tensor above 1 MiB that is neither a weight nor a buffer, in the first step that writes it, and in each that
 writes it through `.data` alone; one above 64 KiB that is written through `.data` for the first time after some steps
 without (in a checkpointed block it is refused in the next comparison); trained weights above 64 KiB that forward writes

@@ -76,7 +76,7 @@ class PythonSnapshot:
         Raises:
             KeyError: the places must be looked for anew. So do the other errors of ``GONE``.
         """
-        if any(found.empty) or any(found.unhooked) or list(map(len, found.held)) != found.sizes:
+        if any(found.empty) or list(map(len, found.held)) != found.sizes:
             raise KeyError
         if list(chain.from_iterable(found.held)) != found.keys:
             raise KeyError
@@ -135,7 +135,8 @@ class PythonSnapshot:
         held = {id(named): then for named, then in later._dicts()}
         for named, before in self._dicts():
             after = held.get(id(named), before)
-            found |= {name for name, value in before.items() if not _is_alike(value, after.get(name))}
+            other = (name for name, value in before.items() if not _is_alike(value, after.get(name)))
+            found |= {name if isinstance(name, str) else "a hook" for name in other}
         if not all(map(_holds_same, self._arrays, later._arrays)):
             found.add("an array")
         if not all(map(_stands_alike, self._drawn, later._drawn)):
@@ -156,12 +157,12 @@ class PythonSnapshot:
         for group, columns in zip(self._found.alike, self._alike, strict=True):
             yield from group.of_each(columns)
 
-    def _dicts(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Give all dicts of buffers, weights and children with what was in them."""
+    def _dicts(self) -> Iterator[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Give the dicts of modules with what was in them, but for those that were and are empty."""
         names, values = iter(self._found.keys), iter(self._in_modules)
         for named, size in zip(self._found.held, self._found.sizes, strict=True):
             yield named, dict(zip(islice(names, size), islice(values, size), strict=True))
-        yield from ((named, {}) for named in self._found.empty)
+        yield from ((named, {}) for named in self._found.empty if named)
 
     def put_back(self) -> None:
         """Bind every name that is bound to something else as it was, and fill every container that has changed."""

@@ -8,12 +8,13 @@ import inspect
 import random
 import sys
 import sysconfig
+import weakref
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,14 +44,15 @@ class _Missing:
 _MISSING = _Missing()
 _VALUES = (bool, int, float, complex, str, bytes, frozenset, range, slice, type(None))
 _THINGS = (_Missing, ModuleType, BuiltinFunctionType, torch.Size, torch.dtype, torch.device, torch.layout)
-SCALARS = frozenset({*_VALUES, *_THINGS, *np.sctypeDict.values()})
+_WEAK = (weakref.ProxyType, weakref.CallableProxyType)  # whatever they stand for is gone, perhaps
+SCALARS = frozenset({*_VALUES, *_THINGS, *_WEAK, *np.sctypeDict.values()})
 """Types of values in which there is nothing to look for: they are bound anew, not changed."""
 PLAIN = SCALARS | {Tensor, nn.Parameter}
 _OTHERS_CARE = (Optimizer, LRScheduler, Dataset, DataLoader, random.SystemRandom)
 _DEPTH, _OBJECT, _CONTAINER = 27, 7, 1  # so three objects deep, and six containers in each place
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 _CLOSED = frozenset({"torch", "numpy", "horovod", "IPython", "ipykernel", "gpumem_nb"}) | sys.stdlib_module_names
-_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL")
+_OF_GLOBALS, _STORING = ("LOAD_GLOBAL", "STORE_GLOBAL"), ("STORE_GLOBAL", "STORE_ATTR")
 
 
 class Reachable:
@@ -60,9 +62,9 @@ class Reachable:
         places: where values may be bound anew, or be added: those of which many are ``alike``, and all the others.
         buffers, weights, children: the dicts in which modules keep those; of buffers, the ones with any.
         hooks: those in which modules keep what is called around their forward and backward.
-        held, empty: of the dicts of buffers, weights and children those with something in them, and those without.
+        held, empty: of all these dicts of modules those with something in them, and those without.
         keys, sizes: the names in the dicts that are held, all in a row, and how many there are in each.
-        linking, unhooked: those of children and hooks in which something is found; dicts of hooks without any.
+        linking: those of children and hooks in which something is found.
         generators: of random numbers, outside the global ones.
         arrays: NumPy's, of those that are small.
     """
@@ -88,12 +90,11 @@ class Reachable:
 
     def _sort(self) -> None:
         """Tell apart what is read in the same way in each step; most modules keep nothing in most of their dicts."""
-        in_modules: list[dict[str, Any]] = [*self.buffers, *self.weights, *self.children]
+        in_modules: list[dict[Any, Any]] = [*self.buffers, *self.weights, *self.children, *self.hooks]
         self.held, self.empty = [one for one in in_modules if one], [one for one in in_modules if not one]
         self.keys, self.sizes = list(chain.from_iterable(self.held)), list(map(len, self.held))
         self.buffers = [one for one in self.buffers if one]
-        linking = [*self.children, *self.hooks]
-        self.linking, self.unhooked = [one for one in linking if one], [one for one in self.hooks if not one]
+        self.linking = [one for one in (*self.children, *self.hooks) if one]
         grouped: dict[Any, list[Names]] = defaultdict(list)
         self.alone: list[Names | Items] = []
         for place in self.places:
@@ -194,26 +195,27 @@ class Reachable:
         """Look into closure, defaults and attributes of a function; if it is the user's, also into its globals."""
         if _package(function) in _CLOSED and not hasattr(function, "criterion"):  # attach wraps a person's loss
             return
-        for cell in map(_Cell, function.__closure__ or ()):
-            if cell.filled and cell.id not in self._seen:
-                self._seen[cell.id] = cell
-                self._names(cell, ("cell_contents",), depth, cell.id)
+        for cell in function.__closure__ or ():
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._names(_Attributes(cell), ("cell_contents",), depth, id(cell))
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         self._elements(defaults, depth, (id(function), "defaults"))
-        if vars(function):
-            self._names(vars(function), vars(function), depth, id(function), frozenset())
+        self._names(vars(function), vars(function), depth, id(function), frozenset())
         if function.__code__.co_filename.startswith(_INSTALLED):
             return
-        self._globals(function.__globals__, *_used(function.__code__), depth)
+        used = _used(function.__code__)
+        self._globals(function.__globals__, used, used.variables, depth)
 
-    def _globals(self, known: dict[str, Any], used: Iterable[str], used_of_modules: Iterable[str], depth: int) -> None:
-        """Look into variables of a module, and of modules of the user's own among these."""
-        new = [name for name in used if name in known and (id(known), name) not in self._seen]
+    def _globals(self, known: dict[str, Any], used: _Used, names: Iterable[str], depth: int) -> None:
+        """Look into variables of a module, also those that may come, and of modules of the user's own among these."""
+        there = (name for name in names if name in known or name in used.stored)
+        new = sorted(name for name in there if (id(known), name) not in self._seen)
         self._seen.update(((id(known), name), None) for name in new)
-        self._names(known, new, depth, id(known))
-        for module in (known[name] for name in new if isinstance(known[name], ModuleType)):
+        self._names(_Variables(known), new, depth, id(known))
+        for module in (known[name] for name in new if isinstance(known.get(name), ModuleType)):
             if module.__name__.partition(".")[0] not in _CLOSED and _is_own(module):
-                self._globals(vars(module), used_of_modules, used_of_modules, depth)
+                self._globals(vars(module), used, used.names, depth)
 
     def _class(self, kind: type) -> None:
         """Look into what instances share, such as a counter on the class, and into what its forward reaches."""
@@ -230,7 +232,7 @@ class Reachable:
                 self._elements(_behind(value), _DEPTH - _CONTAINER, (id(kind), name))
             elif not name.startswith("__"):
                 shared.append(name)
-        self._names(_Attributes(kind), shared, _OBJECT - 1, id(kind))
+        self._names(_OfClass(kind), shared, _OBJECT - 1, id(kind), frozenset(vars(kind).keys() - set(shared)))
 
 
 def _behind(attribute: Any) -> tuple[Any, ...]:
@@ -243,38 +245,32 @@ def _behind(attribute: Any) -> tuple[Any, ...]:
     return (attribute.func,) if computed else (attribute,)
 
 
+class _Used(NamedTuple):
+    """The names that code uses, and functions and comprehensions in it.
+
+    Attributes:
+        variables: those of globals.
+        names: all.
+        stored: those of globals and attributes that it sets.
+    """
+
+    variables: frozenset[str]
+    names: frozenset[str]
+    stored: frozenset[str]
+
+
 @functools.lru_cache(maxsize=4096)
-def _used(code: CodeType) -> tuple[list[str], list[str]]:
-    """Return the names of globals, and all names, that code uses, and functions and comprehensions in it."""
-    variables = {str(step.argval) for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS}
+def _used(code: CodeType) -> _Used:
+    steps = [(step.opname, str(step.argval)) for step in dis.get_instructions(code)]
+    variables = frozenset(name for how, name in steps if how in _OF_GLOBALS)
+    stored = frozenset(name for how, name in steps if how in _STORING)
     inner = [_used(one) for one in code.co_consts if isinstance(one, CodeType)]
-    names = set(code.co_names)
-    return sorted(variables.union(*(one for one, _ in inner))), sorted(names.union(*(one for _, one in inner)))
-
-
-class _Cell:
-    """A variable of a closure, as a mapping of one name."""
-
-    def __init__(self, cell: CellType) -> None:
-        self._cell, self.id = cell, id(cell)
-
-    @property
-    def filled(self) -> bool:
-        try:
-            self._cell.cell_contents  # noqa: B018
-        except ValueError:
-            return False
-        return True
-
-    def __getitem__(self, name: str) -> Any:
-        return self._cell.cell_contents
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cell.cell_contents = value
+    all_of = zip(*((variables, frozenset(code.co_names), stored), *inner), strict=True)
+    return _Used(*(frozenset().union(*of_each) for of_each in all_of))
 
 
 class _Attributes:
-    """The attributes of a class, or the slots of an object, as a mapping; whatever a class says of that."""
+    """The attributes of a class, the slots of an object or a closure's variable; whatever a class says of that."""
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
@@ -283,14 +279,45 @@ class _Attributes:
     def __getitem__(self, name: str) -> Any:
         try:
             return self._kind.__getattribute__(self._thing, name)
-        except AttributeError:
+        except (AttributeError, ValueError):
             return _MISSING
 
     def __setitem__(self, name: str, value: Any) -> None:
         if value is _MISSING:
-            self._kind.__delattr__(self._thing, name)
+            self.pop(name)
         else:
             self._kind.__setattr__(self._thing, name, value)
+
+    def pop(self, name: str) -> None:
+        """Leave nothing under this name."""
+        self._kind.__delattr__(self._thing, name)
+
+
+class _OfClass(_Attributes):
+    """The attributes of a class itself."""
+
+    def __len__(self) -> int:
+        return len(vars(self._thing))
+
+    def keys(self) -> set[str]:
+        """Return their names, without Python's own."""
+        return {name for name in vars(self._thing) if not name.startswith("__")}
+
+
+class _Variables:
+    """Variables of a module, some of which may not be there yet."""
+
+    def __init__(self, known: dict[str, Any]) -> None:
+        self._known = known
+
+    def __getitem__(self, name: str) -> Any:
+        return self._known.get(name, _MISSING)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if value is _MISSING:
+            del self._known[name]
+        else:
+            self._known[name] = value
 
 
 def _slots(kind: type) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...internals.torch_internals import base_of, forget_scaler, versions
+from ...internals.torch_internals import base_of, forget_scaler, hooks_of_tensor, versions
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
@@ -38,7 +38,9 @@ class ForwardUndo:
         self._python = state.python.take()
         self._others = state.others_before(self._python)
         self._buffers = state.always_kept()
-        self._frozen = state.weights, [weight.requires_grad for weight in state.weights]
+        self._weights = state.weights
+        self._trained = [weight.requires_grad for weight in state.weights]
+        self._hooks = [dict(hooks) if hooks else None for hooks in map(hooks_of_tensor, state.weights)]
         self._random = RandomState.take()
 
     def undo(self) -> None:
@@ -48,7 +50,7 @@ class ForwardUndo:
         """
         weights = (self.weights.put_back,) if self.weights else ()
         others = (self._state.learn, *(before.put_back for before in self._others), self._tell_of_missed)
-        tensors = (self._put_buffers_back, self._freeze_again, *weights)
+        tensors = (self._put_buffers_back, self._put_weights_back, *weights)
         each(chain(self._python.parts(), others, tensors, (self._random.put_back,)))
 
     def changed(self) -> str:
@@ -63,10 +65,14 @@ class ForwardUndo:
         if missed:
             self._state.tell_of(missed, self.weights.looked_after if self.weights else set())
 
-    def _freeze_again(self) -> None:
-        for weight, trained in zip(*self._frozen, strict=True):
+    def _put_weights_back(self) -> None:
+        for weight, trained, hooks in zip(self._weights, self._trained, self._hooks, strict=True):
             if weight.requires_grad != trained:
                 weight.requires_grad_(trained)
+            if (now := hooks_of_tensor(weight)) and now != hooks:
+                now.clear()
+            if hooks and now is not None:
+                now.update(hooks)
 
     def _put_buffers_back(self) -> None:
         for buffer, content in self._buffers:
