@@ -36,9 +36,12 @@ def host_room(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return host.view(dtype).as_strided(tensor.shape, _strides(tensor))
 
 
-def refill(tensor: Tensor, content: Tensor) -> None:
-    """Let a tensor hold ``content``, whatever shape, type or layout it has by now; autograd learns nothing of it."""
-    if _alike(tensor, content):
+def refill(tensor: Tensor, content: Tensor, moved: bool = False) -> None:
+    """Let a tensor hold ``content``, whatever shape, type or layout it has by now; autograd learns nothing of it.
+
+    Of one that was ``moved`` the memory may be that of another.
+    """
+    if _alike(tensor, content) and not moved:
         overwrite(tensor.data, content)
     else:
         tensor.data = content.to(tensor.device, copy=True)
@@ -104,6 +107,49 @@ class Layout:
         """Make a tensor without content, on ``device`` unless it belongs to the host."""
         where = torch.device("cpu") if self.on_host else device
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=where)
+
+
+class Memory:
+    """Where the elements of some tensors lie, so that those whose ``data`` is replaced get it back.
+
+    Asking where takes little; layouts, which take twenty times as long, are asked for when something has moved.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._tensors = list(tensors)
+        self._at: list[int] = []
+        self._layouts: list[tuple[Any, ...]] = []
+        self._held: list[torch.UntypedStorage | None] = []
+        self._moved: list[tuple[Tensor, Tensor]] = []
+        self._moving = set[int]()  # by their places: to hold their memory would take as much once more
+
+    def hold(self) -> None:
+        """Note where they lie now, and let that memory live until :meth:`let_go`."""
+        at, self._moved = [tensor.data_ptr() for tensor in self._tensors], []
+        if at != self._at:
+            self._at = at
+            self._layouts = [(one.dtype, one.storage_offset(), one.shape, one.stride()) for one in self._tensors]
+        self._held = [tensor.untyped_storage() for tensor in self._tensors]
+        for place in self._moving:
+            self._held[place] = None
+
+    def let_go(self, moving: bool = True) -> None:
+        """Hold only the memory of those that lie elsewhere by now; if they are ``moving``, for the last time."""
+        held, self._held = self._held, []
+        now = [tensor.data_ptr() for tensor in self._tensors] if held else self._at
+        for place in [] if now == self._at else range(len(now)):
+            if now[place] != self._at[place] and (storage := held[place]) is not None:
+                dtype, *where = self._layouts[place]
+                data = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *where)
+                self._moved.append((self._tensors[place], data))
+                self._moving |= {place} if moving else set()
+
+    def put_back(self) -> None:
+        """Let each lie where it did."""
+        self.let_go(moving=False)
+        for tensor, data in self._moved:
+            tensor.data = data
+        self._moved = []
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ A step that one rank cannot finish, a question, an evaluation and a recorded ste
 they run, and put back bit for bit where it differs:
 
 - weights (those that forward itself writes too, found out by their content in the first step and in the first
-  evaluation after each cell), buffers, the optimizer's state and options, tensors and containers among them, the loss
-  scale, the learning rate;
+  evaluation after each cell) and their memory where `data` was replaced, buffers, the optimizer's state and options,
+  tensors and containers among them, the loss scale, the learning rate;
 - random numbers of torch, CUDA, NumPy and Python, and generators that the model keeps;
 - attributes of modules, of hooks, of the loss, and of objects, dataclasses and slots that these hold; closures,
   defaults and globals of your own functions among them, attributes of your own classes, and variables of your own

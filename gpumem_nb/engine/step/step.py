@@ -221,7 +221,7 @@ class Stepper:
             self.voting.begin(order)
             with nullcontext() if order.trial else self._leaks.step():
                 loss = self._forward_backward()
-            weights.watch_no_more()
+            before.watch_no_more()
             if not order.trial:  # one in evaluation mode says nothing of those in training mode
                 self._written.after(weights)
             return before, loss, None

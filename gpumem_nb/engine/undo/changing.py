@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -26,7 +26,7 @@ _OFTEN = 2  # times: what was bound anew or changed so often is taken to be so e
 class Before:
     """A tensor and what was in it, in memory of the host perhaps; ``None`` when that was not kept.
 
-    ``unseen``: torch may not have counted changes, because they were made by way of ``data``.
+    ``unseen``: torch may not have counted changes, because they were made by way of ``data``. ``at`` is where it lay.
     """
 
     key: Key
@@ -35,11 +35,15 @@ class Before:
     content: Tensor | None
     fresh: bool
     unseen: bool
+    at: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.at = self.tensor.data_ptr()
 
     @property
     def was_changed(self) -> bool:
-        """Return whether it may have been changed in place since."""
-        return self.unseen or version(self.tensor) != self.version
+        """Return whether it may have been changed in place since, or lies elsewhere."""
+        return self.unseen or version(self.tensor) != self.version or self.tensor.data_ptr() != self.at
 
     @property
     def was_missed(self) -> bool:
@@ -57,7 +61,7 @@ class Before:
     def put_back(self) -> None:
         """Let the tensor hold what it held."""
         if self.content is not None and (self.fresh or self.was_changed):
-            refill(self.tensor, self.content)
+            refill(self.tensor, self.content, moved=self.tensor.data_ptr() != self.at)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from ...internals.torch_internals import base_of, forget_scaler, hooks_of_tensor
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
-from ..copies import Layout, Shelf, changed_since, host_copy, quick_checksum, refill, same
+from ..copies import Layout, Memory, Shelf, changed_since, host_copy, quick_checksum, refill, same
 from ..random_state import RandomState
 from .changing import SMALL_BYTES, Before, Changing, Key, can_be_filled
 from .places import Holding
@@ -41,7 +41,15 @@ class ForwardUndo:
         self._weights = state.weights
         self._trained = [weight.requires_grad for weight in state.weights]
         self._hooks = [dict(hooks) if hooks else None for hooks in map(hooks_of_tensor, state.weights)]
+        self._memory = state.memory if weights else Memory()  # an update may well take other memory for weights
+        self._memory.hold()
         self._random = RandomState.take()
+
+    def watch_no_more(self) -> None:
+        """Forward and backward are over: what comes is the update."""
+        self._memory.let_go()
+        if self.weights:
+            self.weights.watch_no_more()
 
     def undo(self) -> None:
         """Put everything back, bit for bit; what was not there before is dropped.
@@ -51,7 +59,7 @@ class ForwardUndo:
         weights = (self.weights.put_back,) if self.weights else ()
         others = (self._state.learn, *(before.put_back for before in self._others), self._tell_of_missed)
         tensors = (self._put_buffers_back, self._put_weights_back, *weights)
-        each(chain(self._python.parts(), others, tensors, (self._random.put_back,)))
+        each(chain((self._memory.put_back,), self._python.parts(), others, tensors, (self._random.put_back,)))
 
     def changed(self) -> str:
         """Return the name of something that is otherwise by now, weights aside; empty if nothing is."""
@@ -90,6 +98,7 @@ class ForwardState:
     Attributes:
         weights: all that are found in these, trained or not.
         of_parts: those of them that are the modules' own.
+        memory: where they and buffers lie.
     """
 
     def __init__(self, parts: Iterable[nn.Module], *code: Callable[..., Any], on_host: bool = False) -> None:
@@ -107,6 +116,7 @@ class ForwardState:
         self._trained: set[int] = set()
         self.weights: list[Tensor] = []
         self.of_parts: list[Tensor] = []
+        self.memory = Memory()
         self._other_weights: list[tuple[Key, Tensor]] = []  # frozen, or of an average that a hook keeps, for example
         self._small_weights: list[Tensor] = []  # among these
         self._cells = cells.ran()
@@ -128,6 +138,7 @@ class ForwardState:
             self._found = self.python.found
             weights = self.python.weights()
             self.weights = [weight for _, weight in weights]
+            self.memory = Memory(filter(can_be_filled, (one for _, one in (*weights, *self.python.buffers()))))
             self.of_parts = [weight for part in self._parts for weight in part.parameters()]
             ours = {id(weight) for weight in self.of_parts if weight.requires_grad}
             self._trained = {id(weight) for _, weight in weights} & ours
