@@ -254,6 +254,7 @@ class Loading(AsksRanks):
             def both(call: Call) -> None:
                 asked.append(call)
                 posted(call)
+                self._training.loads(True)
 
             return self._foreground.ask(function, argument, seed, posted=both)
 
@@ -269,9 +270,15 @@ class Loading(AsksRanks):
             then(info)
             began.append(info)
 
+        def ended(call: Call) -> None:
+            try:
+                if_done(loaded)(call)
+            finally:
+                self._training.loads(False)
+
         self._foreground.pause()
         try:
-            self._foreground.finish(post, ended=if_done(loaded))
+            self._foreground.finish(post, ended=ended)
             return began[0]
         except (Exception, KeyboardInterrupt) as error:
             interrupted = isinstance(error, Interrupted | KeyboardInterrupt)
@@ -356,6 +363,16 @@ class Loading(AsksRanks):
         self, source: Path, header: state_file.Header, rows: list[Row], settings: Settings, after_restart: bool
     ) -> None:
         """Put the state in place; an interrupt must not stop this half way, or kernel and ranks would be apart."""
+        self._training.loads(True)
+        try:
+            self._put_and_take_in(source, header, rows, settings, after_restart)
+        finally:
+            self._training.loads(False)
+        self._training.apply()
+
+    def _put_and_take_in(
+        self, source: Path, header: state_file.Header, rows: list[Row], settings: Settings, after_restart: bool
+    ) -> None:
         info: WorkloadInfo = self._foreground.call("resume_apply", after_restart)[0]
         self._origin.resumed_from, self._origin.unrestored, self._origin.seed = source, None, header.seed
         self._origin.named = None if after_restart else source
@@ -363,7 +380,6 @@ class Loading(AsksRanks):
         self._record.bring(rows, source.name)
         settings = compatibility.resumed(settings, header.settings, info)
         self._train_from(header.steps, info, settings, f"resumed {info.name} at step {header.steps}")
-        self._training.apply()
 
     def _train_from(self, steps: int, info: WorkloadInfo, settings: Settings, event: str) -> None:
         fitting = compatibility.within_dataset(settings, info, self._history.size)

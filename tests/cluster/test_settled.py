@@ -23,8 +23,9 @@ from gpumem_nb.kernel.loading import Loading
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import Interrupted
 from tests.conftest import weights
-from tests.internals import wait_for_steps
+from tests.internals import somebody_waits_for_ranks, wait_for_steps
 from tests.tiers import every, first_tier
+from tests.timing import until
 
 pytestmark = pytest.mark.cluster
 
@@ -220,3 +221,47 @@ def test_training_that_played_goes_on_after_a_restart(two_ranks: Session, fresh:
     session.restart()
     assert not session.playing
     assert "goes on" not in session.restored
+
+
+def _model_slowly(until: str) -> Callable[[], Any]:
+    def model() -> Any:
+        import time
+        from pathlib import Path
+
+        import torch
+
+        while not Path(until).exists():
+            time.sleep(0.01)
+        return torch.nn.Linear(4, 4)
+
+    return model
+
+
+def test_steps_that_are_asked_for_while_something_loads_are_of_that(
+    two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = fresh(two_ranks)
+    session.train(3)
+    row, built = session.runs.rows[-1], tmp_path / "built"
+
+    def rows() -> Any:
+        import torch
+
+        return torch.utils.data.TensorDataset(torch.ones(64, 4))
+
+    def play() -> None:
+        until(lambda: somebody_waits_for_ranks(session))
+        session.play()
+        built.touch()
+
+    pressing = threading.Thread(target=play)
+    pressing.start()
+    session.load(
+        Workload("slow", _model_slowly(str(built)), rows, lambda model, batch: model(batch[0]).square().mean())
+    )
+    pressing.join()
+    wait_for_steps(session, 20)
+    session.pause()
+    before, *_, now = [one for one in session.runs.rows if one.number >= row.number]
+    assert (before.workload, before.steps) == ("digits-resnet", 3)
+    assert (now.workload, now.steps) == ("slow", session.history.steps)

@@ -78,6 +78,7 @@ class TrainingState:
         applied: the last settings that the ranks could switch to.
         proven: the last settings that a step was finished under.
         wanted_steps: steps still to be done, those under way included.
+        loading: whether something else is about to be trained: steps sent now would be of that, and count as of this.
         failure: why training stopped by itself.
         wakeup: notified when something has changed that other threads may wait for.
     """
@@ -93,6 +94,7 @@ class TrainingState:
         self.proven: Settings | None = None
         self.known_settings: dict[int, Settings] = {}
         self.wanted_steps: float = 0
+        self.loading = False
         self.failure: GpumemError | Rescue | None = None
         self._recording: list[Sample] | None = None
         self._latest_recorded: deque[Sample] = deque(maxlen=STEPS_JUDGED * history.size)
@@ -104,6 +106,12 @@ class TrainingState:
         """Change something: takes a moment, in which Ctrl-C is held back."""
         with shielded(), self._lock:
             yield
+
+    def loads(self, under_way: bool) -> None:
+        """Let no steps be sent while something else is loaded."""
+        with self.locked():
+            self.loading = under_way
+        self.wakeup.notify()
 
     def begin(self, workload: WorkloadInfo, settings: Settings) -> None:
         """A workload was loaded; train it under these settings from now on."""
@@ -178,11 +186,11 @@ class TrainingState:
 
     def end_recording(self) -> tuple[list[Sample], list[str], list[Evaluation]]:
         """Return what was kept, and nothing more from now on."""
-        samples = self._recording or []
-        evaluations = [note for note in self._notes if isinstance(note, Evaluation)]
-        notes = [str(note) for note in self._notes if not isinstance(note, Evaluation)]
-        self._recording, self._notes = None, []
-        return samples, notes, evaluations
+        with self.locked():
+            samples, kept = self._recording or [], self._notes
+            self._recording, self._notes = None, []
+            notes = [str(note) for note in kept if not isinstance(note, Evaluation)]
+        return samples, notes, [note for note in kept if isinstance(note, Evaluation)]
 
 
 class DeviceReadings:

@@ -39,7 +39,7 @@ class Training:
     """Keeps the ranks training. What moves it on is :meth:`turn`, which :meth:`start` repeats on a thread of its own.
 
     Attributes:
-        between: what the notebook asks for and waits for meanwhile.
+        requests: what the notebook asks for and waits for meanwhile.
 
     Args:
         policy: what the session does by itself, as it is now.
@@ -61,6 +61,7 @@ class Training:
         self._snapshots = snapshots
         self._lost = lost
         self._state = TrainingState(history)
+        self.loads = self._state.loads
         self._in_flight = InFlight(ranks, self._state.wakeup.notify)
         self._pace = Pace()
         self._stalls = Stalls(ranks, history, self._state, lambda: policy().stall_limit_s)
@@ -250,8 +251,7 @@ class Training:
             self.pause(timeout=PAUSE_TIMEOUT_S)
             raise
         finally:
-            with self._state.locked():
-                samples, notes, evaluations = self._state.end_recording()
+            samples, notes, evaluations = self._state.end_recording()
         self._state.raise_failure()
         return Run(samples, dict(self._state.known_settings), notes, evaluations)
 
@@ -270,8 +270,7 @@ class Training:
             if self._closing:
                 return
             self._closing = isinstance(error, ClusterDied)
-            left = self._in_flight.give_up(forget=self._closing)
-            self._stalls.told = left  # as after a stall, calls that wait for steps are told now
+            self._stalls.told = self._in_flight.give_up(forget=self._closing)  # calls that wait for steps are told now
             self._snapshots.order_ended()
             self._failures.end_tryout()
             self._state.stop(error)
@@ -340,7 +339,8 @@ class Training:
     def _due_steps(self) -> float:
         """Steps that are wanted and not under way, if a chunk may be sent now. Under the lock."""
         free = self._in_flight.free(1 if self._autotune.on else self._pace.most_in_flight(self._state.settings_id))
-        return self._state.wanted_steps - self._in_flight.steps if free and not self._failures.trying_out else 0
+        waits = self._failures.trying_out or self._state.loading
+        return self._state.wanted_steps - self._in_flight.steps if free and not waits else 0
 
     def _receive(self, chunk: Chunk, replies: list[ChunkReply]) -> None:
         """Take in what the ranks did with a chunk."""
