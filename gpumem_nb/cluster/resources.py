@@ -15,6 +15,7 @@ import pynvml
 
 from ..shared import gpus, processes
 from ..shared.errors import InvalidInput, StartError
+from ..shared.units import as_whole
 
 # An idle rank (Python, torch, Horovod) holds about 330 MB of resident memory (measured, torch 2.13 CPU build).
 RANK_RESIDENT_BYTES = 330 * 10**6
@@ -66,10 +67,11 @@ def most_ranks() -> int:
     return max(1, min(int(by_memory), 8 * processes.cores()))
 
 
-def check_number(n: int) -> None:
-    """Raise ``InvalidInput`` for anything but a number of ranks."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+def checked_number(n: int) -> int:
+    """Return a number of ranks; raises ``InvalidInput`` for anything else."""
+    if (number := as_whole(n, 1)) is None:
         raise InvalidInput(f"{n!r} ranks cannot be started: it must be a whole number of at least 1, such as 4.")
+    return number
 
 
 def choose(n: int | None, device: str) -> tuple[int, str, str]:
@@ -84,7 +86,7 @@ def choose(n: int | None, device: str) -> tuple[int, str, str]:
     if device not in DEVICES:
         raise InvalidInput(f"device={device!r} is not known. Allowed: {', '.join(DEVICES)}.")
     if n is not None:
-        check_number(n)
+        n = checked_number(n)
     seen = visible_gpus() if device != "cpu" else 0
     if device == "cuda" and not seen:
         raise StartError("There is no GPU that this notebook can see. Use --device cpu for virtual GPUs on the CPU.")
@@ -138,7 +140,7 @@ def share_out(text: str, n: int | None) -> tuple[Host, ...]:
     room = sum(host.ranks for host in named)
     if n is None:
         return tuple(named)
-    check_number(n)
+    n = checked_number(n)
     if n > room:
         raise InvalidInput(f"{n} ranks do not fit: hosts={text!r} has room for {room}. {_FORM}")
     return tuple(_fill(named, n))

@@ -94,7 +94,7 @@ class Running(AsksRanks):
             RankError: it failed on a rank.
         """
         self._foreground.tell_surroundings()
-        title = f"{title.removesuffix('>')} {next(self._numbers)}>"
+        title = f"{str(title).removesuffix('>')} {next(self._numbers)}>"
         try:
             compile(source, title, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except SyntaxError as error:

@@ -14,7 +14,7 @@ from ..shared.answers import Progress
 from ..shared.errors import InvalidInput
 from ..shared.knobs import additional
 from ..shared.messages import RankConfig
-from ..shared.units import checked_seconds, parse_size
+from ..shared.units import as_whole, checked_seconds, parse_size
 from .running import pickled
 
 __all__ = ["DEVICES", "LAUNCHERS", "Plan", "others", "plan"]
@@ -90,7 +90,8 @@ def plan(
     """
     start_by = launcher_named(launcher)
     timeout_s = checked_seconds("timeout", timeout, 120)
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+    each = as_whole(threads, 1)
+    if threads is not None and each is None:
         raise InvalidInput(f"threads={threads!r} cannot be used: it must be a whole number of at least 1, such as 2.")
     limit = None if memory_limit is None else parse_size(memory_limit)
     for left in cluster_records.clean_up_after_others():
@@ -101,7 +102,7 @@ def plan(
         progress(f"besides, {other}", 0.0)
     size = sum(host.ranks for host in places) or here
     most = max((host.ranks for host in places), default=size)  # on one host
-    each = threads or max(1, processes.cores() // most)
+    each = each or max(1, processes.cores() // most)
     return Plan(size, kind, limit, each, timeout_s, places, start_by, why)
 
 

@@ -15,7 +15,7 @@ from ..shared.forecast import DryRun, OnGpu, Target
 from ..shared.knobs import KNOBS, additional
 from ..shared.knobs.communication import fusion_bytes
 from ..shared.settings import Settings
-from ..shared.units import format_bytes, parse_size
+from ..shared.units import as_whole, format_bytes, parse_size
 from ..shared.workload import Splits, Workload
 from ..workloads import catalog
 from . import dry_process, gpu_table
@@ -78,8 +78,9 @@ def of_packed(
     _check_additional(settings)
     gpus = _gpus(gpu)
     capacity = None if memory is None else parse_size(memory)
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+    if (together := as_whole(ranks, 1)) is None:
         raise InvalidInput(f"ranks={ranks!r} cannot be used: it must be a whole number of at least 1.")
+    ranks = together
     known = gpu is not None
     settings.check_together(ranks)
     asked = {one.name: _asked(one, capacity, ranks, known, settings.fusion_threshold_mib) for one in gpus}

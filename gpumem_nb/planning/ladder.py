@@ -13,7 +13,7 @@ from ..report.tables import Report, Table
 from ..shared.errors import InvalidInput
 from ..shared.knobs import CHANGES
 from ..shared.settings import Settings
-from ..shared.units import format_bytes, format_rate
+from ..shared.units import as_whole, format_bytes, format_rate
 from ..shared.workload import Splits
 from .fit import fits
 from .prediction import Prediction
@@ -84,10 +84,10 @@ class Ladder(Report):
         Raises:
             InvalidInput: there is no such rung, or what is trained, or another knob that moves memory, has changed.
         """
-        if isinstance(rung, bool) or not isinstance(rung, int) or not 0 <= rung <= len(self.rungs):
+        if (place := as_whole(rung, 0, len(self.rungs))) is None:
             allowed = f"a number from 1 to {len(self.rungs)}" if self.rungs else "0, the present settings, alone"
             raise InvalidInput(f"rung={rung!r} cannot be taken: write {allowed}.")
-        present, after = self.now.settings, (self.now, *self.rungs)[rung].settings
+        present, after = self.now.settings, (self.now, *self.rungs)[place].settings
         moved = {name: None for one in self.rungs for name in one.settings.changed_from(present)}
         self._set({name: getattr(after, name) for name in moved})
 

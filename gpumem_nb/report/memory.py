@@ -219,7 +219,7 @@ def check_view(by: object) -> None:
     Raises:
         InvalidInput: neither ``None`` nor one of ``VIEWS``.
     """
-    if by is not None and by not in VIEWS:
+    if by is not None and not (isinstance(by, str) and by in VIEWS):
         raise InvalidInput(f"by={by!r} is not known: {nearest(str(by), VIEWS)}.")
 
 

@@ -215,6 +215,6 @@ class ReportsState:
 
 
 def _place(target: str | os.PathLike[str]) -> str:
-    if not isinstance(target, str | os.PathLike):
+    if not isinstance(target, str | os.PathLike) or "\0" in os.fsdecode(target):
         raise InvalidInput(f"{target!r} is not a place to log to: give text or a path, such as 'log.jsonl'.")
     return os.fsdecode(target)

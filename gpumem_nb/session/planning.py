@@ -150,6 +150,8 @@ class PredictsSettings:
 
         What was predicted before a cell ran on the ranks or something was loaded does not count.
         """
+        if settings is not None and not isinstance(settings, Settings):
+            raise InvalidInput(f"A {type(settings).__name__} is not Settings: give none, or such as session.settings.")
         return self._life.history.foreseen.get(self._life.training.settings if settings is None else settings)
 
     def peaks_by_batch(self, /, **knobs: Any) -> dict[int, int]:

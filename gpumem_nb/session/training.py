@@ -14,6 +14,7 @@ from ..report.runs.files import ImportedRuns
 from ..shared.answers import Progress
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.settings import Settings
+from ..shared.units import as_whole
 
 MOST_STEPS = 10**9
 
@@ -55,12 +56,12 @@ class TrainsWorkload:
             WorkloadError: nothing is loaded.
             TrainingFailed: a step could not be done and training paused.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+        if (count := as_whole(steps, 1, MOST_STEPS)) is None:
             raise InvalidInput(f"{steps!r} steps cannot be trained: write a whole number of at least 1, such as 100.")
         self._life.foreground.check_loaded()
         # What training could not interrupt by itself will not be by a second try.
         with self._life.foreground.interruptible(lambda: not self.waiting_for):
-            return self._life.training.train(steps, progress)
+            return self._life.training.train(count, progress)
 
     def evaluate(self) -> Evaluation:
         """Loss and metrics on the validation data, between two steps; training goes on afterwards, as without it.

@@ -184,7 +184,7 @@ def write(path: Path, header: Header, payload: Callable[[IO[bytes]], None]) -> i
 
 def as_path(path: str | os.PathLike[str]) -> Path:
     """Return what people type for a file; raises ``InvalidInput`` if it is not a path."""
-    if not isinstance(path, str | os.PathLike) or not str(path).strip():
+    if not isinstance(path, str | os.PathLike) or not str(path).strip() or "\0" in str(path):
         raise InvalidInput(f"{path!r} is not a file's path. Give one such as digits.state.")
     try:
         return Path(path).expanduser().absolute()

@@ -88,6 +88,12 @@ LARGEST_SEED = 2**32 - 1
 """NumPy's global random numbers take no larger one."""
 
 
+def as_whole(value: Any, least: float = -math.inf, most: float = math.inf) -> int | None:
+    """Return a whole number within these bounds as Python's own, NumPy's too; ``None`` for anything else."""
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else math.nan
+    return int(number) if least <= number <= most else None
+
+
 def checked_seed(value: Any) -> int:
     """Return a seed given as a number or, as magics pass it, as text; ``InvalidInput`` says what is allowed."""
     try:
@@ -166,17 +172,16 @@ def choose_ranks(ranks: RankChoice, size: int) -> list[int] | None:
         return None
     if isinstance(ranks, str):
         return parse_ranks(ranks, size)
-    whole = (int, Integral)
-    chosen = [ranks] if isinstance(ranks, whole) else ranks
+    chosen = [ranks] if isinstance(ranks, Integral) else ranks
     if isinstance(ranks, Mapping | bytes) or not isinstance(chosen, Iterable):
         raise _unreadable(ranks)
     found: set[int] = set()
     for rank in chosen:
-        if isinstance(rank, bool) or not isinstance(rank, whole):
+        if (number := as_whole(rank)) is None:
             raise _unreadable(ranks)
-        if not 0 <= rank < size:
+        if not 0 <= number < size:
             raise _not_there(ranks, size)
-        found.add(int(rank))
+        found.add(number)
     if not found:
         raise _not_there(ranks, size)
     return sorted(found)

@@ -36,7 +36,7 @@ class Option:
     def check(self, value: Any) -> Any:
         """Return the value to store for ``value``, or ``InvalidInput`` saying what is allowed."""
         if self.choices:
-            if value not in self.choices:
+            if not (isinstance(value, str) and value in self.choices):
                 raise InvalidInput(f"{self.name}={value!r} is not known: {nearest(str(value), self.choices)}.")
             return value
         if isinstance(value, str) and value.lower() in self.words:

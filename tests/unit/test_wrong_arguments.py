@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -20,6 +21,8 @@ from gpumem_nb.magics.ranks import RanksMagics
 from gpumem_nb.magics.training import TrainingMagics
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput
+from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.units import as_whole
 from gpumem_nb.workloads import catalog
 
 
@@ -55,6 +58,13 @@ def session() -> Session:
         (lambda s: s.log_to(5), "^5 is not a place to log to"),
         (lambda s: s.log_to("a", to=5), "^Nothing can be logged to 5"),
         (lambda s: s.stop_logging(5), "^5 is not a place to log to"),
+        (lambda s: s.log_to("a\0b"), "is not a place to log to"),
+        (lambda s: s.scaling(1.5), "^ranks=1.5 are not numbers of ranks: write them as a list"),
+        (lambda s: s.scaling([True]), "^True ranks cannot be measured"),
+        (lambda s: s.trace("a\0b.json"), "is not a file's path"),
+        (lambda s: s.foreseen({"batch_size": 8}), "^A dict is not Settings"),
+        (lambda s: s.train(np.float32(5)), "steps cannot be trained: write a whole number of at least 1"),
+        (lambda s: Settings().replace(precision=np.ones(2)), r"^precision=array\(.* is not known"),
     ],
 )
 def test_a_call_is_refused_before_ranks_are_asked(
@@ -64,6 +74,13 @@ def test_a_call_is_refused_before_ranks_are_asked(
         call(session)
     session._life.foreground.finish.assert_not_called()  # type: ignore[attr-defined]
     session._life.foreground.call.assert_not_called()  # type: ignore[attr-defined]
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers(session: Session) -> None:
+    session.train(cast(int, np.int64(5)))
+    (steps, _), _ = cast(MagicMock, session._life.training.train).call_args
+    assert type(steps) is int
+    assert [as_whole(given, 1, 8) for given in (np.int64(8), 9, 0, True, 2.0, "2", np.bool_(True))] == [8, *[None] * 6]
 
 
 @pytest.mark.parametrize("timeout", ["5", float("inf"), float("nan"), True, -1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...report.scaling import NetworkReport, Scaled, ScalingReport
@@ -12,6 +12,7 @@ from ...shared.messages import RankInfo
 from ...shared.questions import SWEEP_BYTES, StepsAmong, Sweep
 from ...shared.settings import Settings
 from ...shared.step_times import StepTimes
+from ...shared.units import as_whole
 from ..cluster import AsksRanks
 
 LEAST_STEPS, MOST_STEPS = 4, 1000
@@ -30,7 +31,7 @@ class Scaling(AsksRanks):
             WorkloadError: nothing is loaded, training goes on, or a step failed.
         """
         counts = self._counts(ranks)
-        if isinstance(steps, bool) or not isinstance(steps, int) or not LEAST_STEPS <= steps <= MOST_STEPS:
+        if (timed := as_whole(steps, LEAST_STEPS, MOST_STEPS)) is None:
             raise InvalidInput(
                 f"{steps!r} steps cannot be measured: write a whole number from {LEAST_STEPS} to {MOST_STEPS}."
             )
@@ -46,7 +47,7 @@ class Scaling(AsksRanks):
         found: dict[int, list[list[StepTimes]]] = {count: [[] for _ in range(count)] for count in counts}
         sent_bytes = 0
         for done in range(_ROUNDS):
-            now = steps * (done + 1) // _ROUNDS - steps * done // _ROUNDS
+            now = timed * (done + 1) // _ROUNDS - timed * done // _ROUNDS
             for place, count in enumerate(counts):
                 what = f"steps on {count} of {len(self._ranks)} ranks"
                 progress(what, 0.1 + 0.9 * (done + place / len(counts)) / _ROUNDS)
@@ -107,11 +108,13 @@ class Scaling(AsksRanks):
         most = len(self._ranks)
         if ranks is None:
             return sorted({most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
-        if isinstance(ranks, (str, int)):
+        if isinstance(ranks, str) or not isinstance(ranks, Iterable):
             raise InvalidInput(f"ranks={ranks!r} are not numbers of ranks: write them as a list, such as [1, 2].")
-        for count in ranks:
-            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
-                raise InvalidInput(f"{count!r} ranks cannot be measured: write numbers from 1 to {most}.")
-        if not ranks:
+        counts = set[int]()
+        for given in ranks:
+            if (count := as_whole(given, 1, most)) is None:
+                raise InvalidInput(f"{given!r} ranks cannot be measured: write numbers from 1 to {most}.")
+            counts.add(count)
+        if not counts:
             raise InvalidInput("No number of ranks was given: write some, such as [1, 2], or leave them out.")
-        return sorted(set(ranks))
+        return sorted(counts)

@@ -19,6 +19,7 @@ from ...shared.messages import RankInfo
 from ...shared.questions import BETWEEN, HEAD, TAIL, TIMELINE, TraceOrder, TracePart
 from ...shared.state_file import as_path
 from ...shared.step_times import StepLanes
+from ...shared.units import as_whole
 from ..cluster import AsksRanks
 
 MOST_STEPS = 100  # a viewer opens no more of them
@@ -38,7 +39,7 @@ class Tracing(AsksRanks):
             WorkloadError: nothing is loaded, or a rank could not record.
             TrainingFailed: a step could not be done.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+        if (count := as_whole(steps, 1, MOST_STEPS)) is None:
             raise InvalidInput(f"{steps!r} steps cannot be traced: write a whole number from 1 to {MOST_STEPS}.")
         if before := os.environ.get(TIMELINE):
             raise InvalidInput(
@@ -51,14 +52,14 @@ class Tracing(AsksRanks):
         self._foreground.call("check_trace")
         with written_over(target, _ours, _TRACE) as whole, _maybe_packed(whole, target) as file:
             try:
-                lanes = self._recorded(steps, progress)
+                lanes = self._recorded(count, progress)
                 events = self._gathered(file, lanes, progress)
             finally:  # also after an interrupt; ranks that are gone have nothing left
                 with suppress(GpumemError):
                     self._foreground.ask("drop_trace")
         size_bytes = target.stat().st_size
         done = tuple(lane.step for lane in lanes[0])
-        return TraceFile(target, done, steps, len(lanes), events, size_bytes)
+        return TraceFile(target, done, count, len(lanes), events, size_bytes)
 
     def _recorded(self, steps: int, progress: Progress) -> list[tuple[StepLanes, ...]]:
         """Train them; the steps of each rank, as they happened by the clock of its host."""

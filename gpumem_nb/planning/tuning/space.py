@@ -14,6 +14,7 @@ from ...shared.forecast import MOST_BATCH
 from ...shared.knobs import CHANGES, KNOBS
 from ...shared.knobs.step import ACCUMULATION_STEPS, BATCH_SIZE
 from ...shared.settings import Settings
+from ...shared.units import as_whole
 from ...shared.workload import Splits, WorkloadInfo
 
 SPLIT = (BATCH_SIZE.name, ACCUMULATION_STEPS.name)
@@ -136,17 +137,17 @@ def _per_rank(present: Settings, ranks: int, global_batch: int | None) -> int:
     """Samples of one step on one rank."""
     if global_batch is None:
         return present.samples_per_rank
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
+    if (samples := as_whole(global_batch, 1)) is None:
         raise InvalidInput(f"global_batch={global_batch!r} cannot be used: write a whole number, such as {64 * ranks}.")
-    if global_batch % ranks:
-        near = max(1, round(global_batch / ranks)) * ranks
+    if samples % ranks:
+        near = max(1, round(samples / ranks)) * ranks
         raise InvalidInput(
-            f"A global batch of {global_batch} cannot be split over {ranks} ranks: write a multiple of {ranks}, such "
-            f"as {near}."
+            f"A global batch of {samples} cannot be split over {ranks} ranks: write a multiple of {ranks}, such as "
+            f"{near}."
         )
-    if global_batch // ranks > MOST_BATCH:
-        raise InvalidInput(f"A global batch of {global_batch} is too large: write at most {MOST_BATCH * ranks}.")
-    return global_batch // ranks
+    if samples // ranks > MOST_BATCH:
+        raise InvalidInput(f"A global batch of {samples} is too large: write at most {MOST_BATCH * ranks}.")
+    return samples // ranks
 
 
 def _split_of(present: Settings, per_rank: int, workload: WorkloadInfo) -> dict[str, int]:
