@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
-from operator import is_
+from operator import is_, setitem
 from typing import Any
 
 import numpy as np
@@ -174,7 +174,8 @@ class PythonSnapshot:
             yield from place.put_back(content)
         for named, before in self._dicts():
             yield from Items(named, (0, "")).put_back(before)
-        yield from map(partial, [np.copyto] * len(self._arrays), self._found.arrays, self._arrays)
+        for array, content in zip(self._found.arrays, self._arrays, strict=True):
+            yield partial(setitem, array, ..., content)  # with its mask, if it has one
         for generator, drawn in zip(self._found.generators, self._drawn, strict=True):
             yield partial(_go_on, generator, drawn)
 
@@ -211,8 +212,8 @@ def _drawn(generator: Any) -> Any:
     """Return where a generator of random numbers stands."""
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+    if isinstance(generator, np.random.BitGenerator):
+        return generator.state
     return generator.get_state()
 
 
@@ -252,7 +253,7 @@ def _stands_alike(one: Any, other: Any) -> bool:
 def _go_on(generator: Any, drawn: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(drawn)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = drawn
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = drawn
     else:
         generator.set_state(drawn)

@@ -34,7 +34,7 @@ from ...internals.torch_internals import (
 from .changing import SMALL_BYTES, Key
 from .places import CONTAINERS, Alike, Items, Names, elements_of
 
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator)
 
 
 class _Missing:
@@ -120,6 +120,8 @@ class Reachable:
             self._attributes(value, depth)
         elif isinstance(value, tuple):
             self._elements(value, depth, key)
+        elif isinstance(value, np.random.Generator):
+            self._follow(value.bit_generator, depth, key)
         elif isinstance(value, GENERATORS):
             self.generators.append(value)
         elif isinstance(value, np.ndarray):
