@@ -96,6 +96,20 @@ def muon(params: Any) -> Optimizer:
     return MuonAndAdamW(params, lr=0.1)
 
 
+def of_one_memory(params: Any) -> Optimizer:
+    return SGD([*params, nn.Parameter(params[-1].data)])
+
+
+def twice_in_a_group(params: Any) -> Optimizer:
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        return SGD([params[-1], *params])
+
+
+def of_one_storage(params: Any) -> Optimizer:
+    whole = torch.zeros(300)
+    return SGD([nn.Parameter(whole[:200]), nn.Parameter(whole[200:])])
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -104,6 +118,8 @@ def muon(params: Any) -> Optimizer:
         (Own, "Own is none of them"),
         (muon, "MuonAndAdamW is none of them"),
         (hooked, "hooks before the step of this SGD nothing but a share of the weights. Use shard_optimizer=off"),
+        (of_one_memory, "one of shape (65,) lies in the memory of another or is in the optimizer's groups twice"),
+        (twice_in_a_group, "one of shape (65,) lies in the memory of another or is in the optimizer's groups twice"),
     ],
 )
 def test_others_are_refused_by_name(make: Callable[..., Optimizer], said: str) -> None:
@@ -112,3 +128,7 @@ def test_others_are_refused_by_name(make: Callable[..., Optimizer], said: str) -
     with pytest.raises(WorkloadError, match="shard_optimizer=on"):
         Sharing(2).apply(optimizer, ON, tried=True)
     Sharing(1).apply(optimizer, ON, tried=False)  # alone it has all of it anyway
+
+
+def test_weights_that_lie_beside_each_other_in_one_memory_are_shared() -> None:
+    assert not why_not(of_one_storage([]))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...internals.torch_internals import address
 from ...shared.errors import WorkloadError
 from ..link.communicator import here
 from .parts import in_groups
@@ -48,6 +49,18 @@ def has_gaps(tensor: Tensor) -> bool:
             return True
         nearest *= size
     return False
+
+
+def in_one_memory(params: Sequence[Tensor]) -> Tensor | None:
+    """Return one of these weights without gaps that has elements of another, or is there twice; ``None``: none has."""
+    pieces = sorted(
+        (address(one.untyped_storage()), one.storage_offset() * one.element_size(), one.nbytes, place)
+        for place, one in enumerate(params)
+        if one.numel()
+    )
+    both = (b[-1] for a, b in pairwise(pieces) if a[0] == b[0] and b[1] < a[1] + a[2])
+    place = next(both, None)
+    return None if place is None else params[place]
 
 
 def laid_as(value: Tensor, param: Tensor) -> Tensor:

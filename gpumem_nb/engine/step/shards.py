@@ -39,6 +39,7 @@ from .partition import (
     by_elements,
     has_gaps,
     in_memory_order,
+    in_one_memory,
     laid_as,
     layout,
     of_weights,
@@ -65,11 +66,18 @@ def why_not(optimizer: Optimizer) -> str:
     if step_pre_hooks(optimizer) or stepped_by_others(optimizer):
         what = "step" if stepped_by_others(optimizer) else "hooks before the step"
         return f"shard_optimizer=on would show the {what} of this {name} nothing but a share of the weights. {_OFF}"
-    odd = next((param for param in in_groups(optimizer) if has_gaps(param)), None)
+    params = in_groups(optimizer)
+    odd = next((param for param in params if has_gaps(param)), None)
     if odd is not None:
         return (
             f"shard_optimizer=on needs weights that lie in memory without gaps, and one of shape {tuple(odd.shape)} "
             f"has strides {odd.stride()}. {_OFF}, or let it hold a copy: param.data = param.data.clone()"
+        )
+    if (double := in_one_memory(params)) is not None:
+        return (
+            f"shard_optimizer=on needs every weight once, and one of shape {tuple(double.shape)} lies in the memory of "
+            f"another or is in the optimizer's groups twice: two ranks would update it. {_OFF}, or let modules that "
+            "share a weight hold the same Parameter"
         )
     return ""
 
