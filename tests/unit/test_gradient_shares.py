@@ -192,6 +192,27 @@ def test_a_rank_that_fails_half_way_takes_part_in_what_was_not_sent(first: int) 
     assert found[0][1] <= 3
 
 
+def test_a_rank_that_fails_has_let_go_of_its_shares_before_it_takes_memory_for_what_it_still_sends() -> None:
+    params, kept = weights(), list[Any]()
+
+    def of_rank(link: Communicator) -> None:
+        rank = Rank(link, params, SHARED)
+        if link.rank == 1:
+            start = link.start_reduction
+
+            def noting(wires: Sequence[Tensor], *args: Any) -> Any:
+                kept.append(rank.shares.of(rank.params)[0])
+                return start(wires, *args)
+
+            link.start_reduction = noting  # type: ignore[method-assign]
+        rank.backward(0, [6, 5, 3, 2, 1][: 5 - link.rank], failed=True)
+
+    Meeting(2, timeout_s=10).run(of_rank)
+    assert sorted(kept[3]) == [5, 6]
+    assert kept[4:] == [None] * (len(kept) - 4)
+    assert len(kept) == 6
+
+
 def test_a_weight_without_a_gradient_holds_the_others_up_in_the_first_step_alone() -> None:
     params = weights()
     used = [6, 3, 2, 1, 0]

@@ -272,6 +272,7 @@ class GradientReduction:
 
     def _take_part(self, order: list[Bucket], carrier: Bucket | None) -> None:
         """Send what others wait for, bucket by bucket, through memory that each of them uses again."""
+        self.shares.begin({})
         for param in self._params:
             param.grad = None
         rest = unsent(order)
@@ -336,9 +337,7 @@ class GradientReduction:
             complete = self._presence.complete
             for one in takewhile(lambda one: complete(one.params, one.ready), unsent(self._buckets[:-1])):
                 self._send_early(one)
-        elif (
-            len(bucket.ready) == len(bucket.params) and bucket is not self._buckets[-1] and not self._goes_late(bucket)
-        ):
+        elif len(bucket.ready) == len(bucket.params) and not (bucket is self._buckets[-1] or self._goes_late(bucket)):
             self._send_early(bucket)
 
     def _goes_late(self, bucket: Bucket) -> bool:
