@@ -252,3 +252,25 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_not_lost_where_that_
         return torn, rank.reduction.torn, again.missed, sorted(rank.shares.of(rank.params)[0] or ())
 
     assert Meeting(2, timeout_s=10).run(of_rank) == [(True, False, False, [0, 1, 2, 3, 5, 6])] * 2
+
+
+def test_a_weight_that_gets_a_gradient_now_and_then_is_waited_for_and_costs_the_memory_of_no_other_step() -> None:
+    params = weights()
+    used = [5, 3, 2, 1, 0]
+
+    def of_rank(link: Communicator) -> Any:
+        rank, found = Rank(link, params, SHARED), list[tuple[bool, int]]()
+        late = [5, 3, 6, 2, 1, 0]
+        for step, order in enumerate((used, used, late, late, used, late)):
+            rank.most_whole = 0
+            rank.backward(step, order)
+            found.append((rank.reduction.torn, rank.most_whole))
+            if rank.reduction.torn:
+                rank.reduction.wait_for_backward()  # as the step is taken again
+        return found
+
+    torn, not_torn = True, False
+    for found in Meeting(2, timeout_s=10).run(of_rank):
+        assert found[:2] == [(not_torn, 5), (not_torn, 3)]
+        assert found[2][0] is torn
+        assert found[3:] == [(not_torn, 3), (not_torn, 5), (not_torn, 3)]

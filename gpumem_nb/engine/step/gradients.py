@@ -181,6 +181,7 @@ class Presence:
         frozen: of each weight, whether it is frozen on all ranks.
         partial: those with a gradient on some ranks only, in the latest step.
         absent: the ids of those with a gradient on none.
+        came_back: whether one that was among these in the step before it has one again, for the first time.
 
     Args:
         params: in the same order on all ranks.
@@ -192,6 +193,8 @@ class Presence:
         self.frozen = [not param.requires_grad for param in params]
         self.partial: tuple[Tensor, ...] = ()
         self.absent: set[int] = set()
+        self.came_back = False
+        self._now_and_then: set[int] = set()
         self._heard: list[float] = []
         self._told: tuple[tuple[list[bool], list[bool]], Tensor] | None = None
 
@@ -204,11 +207,16 @@ class Presence:
         return self._told[1]
 
     def complete(self, params: Iterable[Tensor], ready: Collection[int]) -> bool:
-        """Return whether all of these are ``ready``, by id, but those that had a gradient on no rank the last time."""
-        return all(id(param) in ready or id(param) in self.absent for param in params)
+        """Return whether all of these are ``ready``, by id, but those that seem to get no gradient on any rank.
+
+        They had none the last time, and one that had none and one by turns is not among them.
+        """
+        expected = self.absent - self._now_and_then
+        return all(id(param) in ready or id(param) in expected for param in params)
 
     def learn(self, means: list[float], grouped: Sequence[bool]) -> bool:
         """Take in the means of all ranks' codes; returns whether a weight that was ``grouped`` out has a gradient."""
+        self.came_back = False
         if means == self._heard:  # nothing was learned since from which other buckets were made
             return False
         sums = [round(number * self._ranks) for number in means]
@@ -216,7 +224,9 @@ class Presence:
         self.frozen = [total // FROZEN == self._ranks for total in sums]
         missed = any(count and out for count, out in zip(there, grouped, strict=True))
         self.partial = tuple(param for param, count in zip(self._params, there, strict=True) if 0 < count < self._ranks)
-        self.absent = {id(param) for param, count in zip(self._params, there, strict=True) if not count}
+        absent = {id(param) for param, count in zip(self._params, there, strict=True) if not count}
+        back = self.absent - absent - self._now_and_then
+        self.came_back, self._now_and_then, self.absent = bool(back), self._now_and_then | back, absent
         self._heard = [] if missed else means
         return missed
 

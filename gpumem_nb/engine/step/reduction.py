@@ -124,8 +124,8 @@ class GradientReduction:
         ]
 
     def wait_for_backward(self) -> None:
-        """Send nothing before backward has ended, from now on."""
-        self._early, self.torn = False, False
+        """From now on send nothing before backward has ended, or before a gradient of this step that came too late."""
+        self._early, self.torn = self._early and self._presence.came_back, False
 
     @property
     def gradients(self) -> tuple[list[Tensor], set[int], bool]:
