@@ -204,7 +204,7 @@ def test_a_rank_that_fails_has_let_go_of_its_shares_before_it_takes_memory_for_w
                 kept.append(rank.shares.of(rank.params)[0])
                 return start(wires, *args)
 
-            link.start_reduction = noting  # type: ignore[method-assign]
+            link.start_reduction = noting  # type: ignore[method-assign, assignment]
         rank.backward(0, [6, 5, 3, 2, 1][: 5 - link.rank], failed=True)
 
     Meeting(2, timeout_s=10).run(of_rank)

@@ -154,7 +154,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
     ),
     "an array": (lambda: np.zeros(3), lambda k: k.__setitem__(1, 5.0), lambda k: k.tolist()),
     "an array's mask": (
-        lambda: np.ma.array([1.0, 2.0], mask=[True, False]),  # type: ignore[no-untyped-call]
+        lambda: np.ma.array([1.0, 2.0], mask=[True, False]),
         lambda k: k.__setitem__(slice(None), np.ma.masked) if k.mask[0] else k,
         lambda k: (k.data.tolist(), k.mask.tolist()),
     ),
