@@ -149,6 +149,9 @@ class PredictsSettings:
         """Return what was predicted last for these settings, or the present ones; ``None`` if nothing was.
 
         What was predicted before a cell ran on the ranks or something was loaded does not count.
+
+        Raises:
+            InvalidInput: these are no settings.
         """
         if settings is not None and not isinstance(settings, Settings):
             raise InvalidInput(f"A {type(settings).__name__} is not Settings: give none, or such as session.settings.")
