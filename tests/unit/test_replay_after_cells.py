@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_nb.engine import cells
+from gpumem_nb.engine.replay.checkpointing import Checkpointing
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.undo.changing import SMALL_BYTES
 from gpumem_nb.memory.device import opened
+from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
@@ -131,3 +133,28 @@ def test_blocks_that_a_cell_puts_in_the_place_of_others_are_checkpointed_too(mod
     before = [next(one.calls) for one in counted]
     assert trainer.run(chunk).failure is None
     assert [next(one.calls) - count - 1 for one, count in zip(counted, before, strict=True)] == [2 * 2] * 2
+
+
+_CALLS = 8
+
+
+class Late(nn.Linear):
+    """Does the same for some calls and replays, and then something else in each, which no one can put back."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.numbers = itertools.chain(itertools.repeat(0, 2 * _CALLS), itertools.count())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + next(self.numbers))).tanh()
+
+
+def test_what_a_block_does_otherwise_after_a_cell_is_refused() -> None:
+    net = nn.Sequential(Late(), Late())
+    checkpointing = Checkpointing(net, list(net), "blocks")
+    for _ in range(_CALLS):
+        loss(net, [torch.ones(4, WIDTH)]).backward()
+    checkpointing.finished()
+    cells.one_more()
+    with pytest.raises(WorkloadError, match="run a second time it did something else"):
+        loss(net, [torch.ones(4, WIDTH)]).backward()

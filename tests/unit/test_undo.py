@@ -153,12 +153,6 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
         lambda k: k["a"]["b"][0]["c"][0].item(),
     ),
     "an array": (lambda: np.zeros(3), lambda k: k.__setitem__(1, 5.0), lambda k: k.tolist()),
-    "an array's mask": (
-        lambda: np.ma.array([1.0, 2.0], mask=[True, False]),
-        lambda k: k.__setitem__(slice(None), np.ma.masked) if k.mask[0] else k,
-        lambda k: (k.data.tolist(), k.mask.tolist()),
-    ),
-    "random bits": (lambda: np.random.PCG64(0), lambda k: k.random_raw(), lambda k: k.state),
     "a UserDict": (UserDict, lambda k: k.__setitem__("n", 1), lambda k: dict(k)),
     "a small tensor by way of data": (lambda: torch.zeros(3), lambda k: k.data.fill_(7), lambda k: k.tolist()),
     "a small tensor late": (

@@ -1,4 +1,4 @@
-"""What forward sets up the first time it runs is gone when that step is undone: counters, hooks, variables."""
+"""What forward sets up the first time it runs is gone when that step is undone; rare things that it may keep."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -147,3 +148,14 @@ def test_a_weak_proxy_of_what_is_gone_stops_no_step() -> None:
     cast(Any, net).other = weakref.proxy(other)
     del other
     ForwardUndo(ForwardState([net], loss)).undo()
+
+
+def test_the_mask_of_an_array_and_generators_of_bits_are_put_back() -> None:
+    net, array, bits = nn.Linear(WIDTH, WIDTH), np.ma.ones(2), np.random.PCG64(0)
+    cast(Any, net).kept = array, bits
+    then = array.tolist(), bits.state
+    undo = ForwardUndo(ForwardState([net], loss))
+    array[0] = np.ma.masked
+    bits.random_raw()
+    undo.undo()
+    assert (array.tolist(), bits.state) == then

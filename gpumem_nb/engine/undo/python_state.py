@@ -97,6 +97,7 @@ class PythonSnapshot:
                     self._sort(one.key, name, value)
         # In one list: a copy of each dict would be a thing that Python's collector of garbage goes through.
         self._in_modules: list[Any] = list(chain.from_iterable(named.values() for named in found.held))
+        self._hooked = list(map(dict, found.hooked))  # by other numbers, perhaps, than when they were looked for
         self._arrays = [array.copy() for array in found.arrays]
         self._drawn = list(map(_drawn, found.generators))
 
@@ -162,6 +163,7 @@ class PythonSnapshot:
         names, values = iter(self._found.keys), iter(self._in_modules)
         for named, size in zip(self._found.held, self._found.sizes, strict=True):
             yield named, dict(zip(islice(names, size), islice(values, size), strict=True))
+        yield from zip(self._found.hooked, self._hooked, strict=True)
         yield from ((named, {}) for named in self._found.empty if named)
 
     def put_back(self) -> None:

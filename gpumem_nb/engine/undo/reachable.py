@@ -62,9 +62,9 @@ class Reachable:
         places: where values may be bound anew, or be added: those of which many are ``alike``, and all the others.
         buffers, weights, children: the dicts in which modules keep those; of buffers, the ones with any.
         hooks: those in which modules keep what is called around their forward and backward.
-        held, empty: of all these dicts of modules those with something in them, and those without.
+        held, empty: of the dicts of buffers, weights and children those with something in them; of all those without.
         keys, sizes: the names in the dicts that are held, all in a row, and how many there are in each.
-        linking: those of children and hooks in which something is found.
+        hooked, linking: those of hooks, and of hooks and children, in which something is found.
         generators: of random numbers, outside the global ones.
         arrays: NumPy's, of those that are small.
     """
@@ -90,11 +90,12 @@ class Reachable:
 
     def _sort(self) -> None:
         """Tell apart what is read in the same way in each step; most modules keep nothing in most of their dicts."""
-        in_modules: list[dict[Any, Any]] = [*self.buffers, *self.weights, *self.children, *self.hooks]
-        self.held, self.empty = [one for one in in_modules if one], [one for one in in_modules if not one]
+        in_modules: list[dict[Any, Any]] = [*self.buffers, *self.weights, *self.children]
+        self.held, self.hooked = [one for one in in_modules if one], [one for one in self.hooks if one]
+        self.empty = [one for one in (*in_modules, *self.hooks) if not one]
         self.keys, self.sizes = list(chain.from_iterable(self.held)), list(map(len, self.held))
         self.buffers = [one for one in self.buffers if one]
-        self.linking = [one for one in (*self.children, *self.hooks) if one]
+        self.linking = [*(one for one in self.children if one), *self.hooked]
         grouped: dict[Any, list[Names]] = defaultdict(list)
         self.alone: list[Names | Items] = []
         for place in self.places:
