@@ -12,11 +12,11 @@ from torch.amp import GradScaler
 from torch.optim import AdamW
 
 from gpumem_nb.engine.link.communicator import Communicator
-from gpumem_nb.engine.step import optimizers
+from gpumem_nb.engine.step import gradient_shares, optimizers
 from gpumem_nb.engine.step.buckets import ReductionConfig
 from gpumem_nb.engine.step.gradient_shares import GradientShares
 from gpumem_nb.engine.step.optimizer_state import Replicas, hold_as, state_of
-from gpumem_nb.engine.step.partition import Partition
+from gpumem_nb.engine.step.partition import Partition, laid_as
 from gpumem_nb.engine.step.reduction import GradientReduction
 from gpumem_nb.engine.step.shards import Shards
 from gpumem_nb.shared.settings import Settings
@@ -274,3 +274,27 @@ def test_a_weight_that_gets_a_gradient_now_and_then_is_waited_for_and_costs_the_
         assert found[:2] == [(not_torn, 5), (not_torn, 3)]
         assert found[2][0] is torn
         assert found[3:] == [(not_torn, 3), (not_torn, 5), (not_torn, 3)]
+
+
+class NoRoom(Tensor):
+    """A tensor of a GPU that has no memory left for a copy of it."""
+
+    def clone(self, **_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_where_there_is_no_room_for_a_copy_of_a_share_it_stays_where_it_came_because_ranks_have_voted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = weights()
+    config = ReductionConfig(2**30, False, "average", shared=True)  # one bucket, which carries the ballot
+
+    def of_rank(link: Communicator) -> list[Any]:
+        rank = Rank(link, params, config)
+        error = rank.backward().error
+        return [error, *(rank.shares.of(rank.params)[0] or {}).values()]
+
+    expected = Meeting(2, timeout_s=10).run(of_rank)
+    monkeypatch.setattr(gradient_shares, "laid_as", lambda *args: laid_as(*args).as_subclass(NoRoom))
+    assert [len(of) for of in expected] == [7, 7]
+    assert same(Meeting(2, timeout_s=10).run(of_rank), expected)

@@ -9,6 +9,7 @@ which are taken before.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -63,9 +64,12 @@ class GradientShares:
             param, gradient = whole.pop(0)
             assert gradient is not None
             begin, end = self._spans[id(param)]
-            self._kept[id(param)] = _Share(laid_as(gradient, param)[begin:end].clone(), norm)
+            row = laid_as(gradient, param)[begin:end]
+            with suppress(torch.OutOfMemoryError):  # ranks may have voted: then the rest stays beside it
+                row = row.clone()
+            self._kept[id(param)] = _Share(row, norm)
             if Recorder.current:
-                Recorder.current.claim_gradients(param, [gradient, self._kept[id(param)].row])
+                Recorder.current.claim_gradients(param, [gradient, row])
             param.grad = None
         bucket.left_as = marks(bucket.params)
 
