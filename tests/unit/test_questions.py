@@ -18,9 +18,9 @@ from gpumem_nb.kernel.history import History
 from gpumem_nb.kernel.questions.predicting import Predicting
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.planning.prediction import DOES_NOT_FIT
-from gpumem_nb.shared.categories import OPTIMIZER_STATE
+from gpumem_nb.shared.categories import ACTIVATIONS, OPTIMIZER_STATE
 from gpumem_nb.shared.errors import WorkloadError
-from gpumem_nb.shared.forecast import Forecasts, Rehearsal
+from gpumem_nb.shared.forecast import RECORDED, Forecast, Forecasts, Rehearsal
 from gpumem_nb.shared.knobs import KNOBS
 from gpumem_nb.shared.messages import Chunk, Failure, Reading
 from gpumem_nb.shared.settings import Settings
@@ -297,6 +297,7 @@ def predicting(**answers: Any) -> Predicting:
         settings=Settings(),
         workload=WorkloadInfo("asked", 0, 0, 64, 0),
         check_loaded=lambda: None,
+        busy=False,
         call_alone=lambda function, *arguments, undone: [answers[function](*arguments)],
     )
     cluster = SimpleNamespace(ranks=ranks, history=History(1), training=ranks, foreground=ranks)
@@ -328,6 +329,21 @@ def test_peaks_are_found_by_the_smallest_steps_where_others_run_out_of_memory(
 
     with nullcontext() if told else pytest.raises(WorkloadError, match=r"batch_size=\d.*too many or too few"):
         assert list(predicting(forecast=limited).peaks_by_batch({"batch_size": batch_size})) == told
+
+
+def test_steps_whose_compiling_took_long_are_timed_where_plain_ones_are_known_to_be_quick() -> None:
+    reading, peak = Reading(0, 0, 0, 0, None, 1000 * MIB), {ACTIVATIONS: MIB}
+
+    def forecast(settings: Settings, small: list[int], sizes: list[int], most: int) -> Forecasts:
+        of = (Forecast(MIB, MIB, True, peak, "forward", "", RECORDED),)
+        return Forecasts(0, reading, 0.1 if settings.compile == "off" else 30.0, 1000 * MIB, of)
+
+    def rehearse(settings: Settings) -> Rehearsal:
+        return Rehearsal(forecast(settings, [], [], 0), (0.5,))
+
+    asks = predicting(forecast=forecast, rehearse=rehearse)
+    found = [asks.predict({"batch_size": 16, "compile": value}) for value in ("off", "blocks")]
+    assert [one.step_s for one in found] == [0.5, 0.5]
 
 
 def test_what_passed_the_limit_needs_more_than_that_whatever_the_budget() -> None:

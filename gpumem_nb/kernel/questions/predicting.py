@@ -202,6 +202,9 @@ class Predicting(AsksRanks):
         They are recorded, and take their time to begin: where they make a step seem long, some others are timed.
         """
         tried, small = self._history.now(), self._small([settings.batch_size])
+        known = self._history.foreseen.get(settings.replace(compile="off"))
+        if settings.compile != "off" and known and known.step_s:  # compiling was most of what small steps took
+            return known.step_s <= LONGEST_S
         samples = settings.batch_size * min(2, settings.accumulation_steps)
         if (tried and tried.samples_per_s) or small_s * samples / sum(small) <= LONGEST_GUESSED_S:
             return True
