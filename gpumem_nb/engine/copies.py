@@ -125,18 +125,18 @@ class Memory:
 
     def hold(self) -> None:
         """Note where they lie now, and let that memory live until :meth:`let_go`."""
-        at, self._moved = [tensor.data_ptr() for tensor in self._tensors], []
+        at, self._moved = list(map(Tensor.data_ptr, self._tensors)), []
         if at != self._at:
             self._at = at
             self._layouts = [(one.dtype, one.storage_offset(), one.shape, one.stride()) for one in self._tensors]
-        self._held = [tensor.untyped_storage() for tensor in self._tensors]
+        self._held = list(map(Tensor.untyped_storage, self._tensors))
         for place in self._moving:
             self._held[place] = None
 
     def let_go(self, moving: bool = True) -> None:
         """Hold only the memory of those that lie elsewhere by now; if they are ``moving``, for the last time."""
         held, self._held = self._held, []
-        now = [tensor.data_ptr() for tensor in self._tensors] if held else self._at
+        now = list(map(Tensor.data_ptr, self._tensors)) if held else self._at
         for place in [] if now == self._at else range(len(now)):
             if now[place] != self._at[place] and (storage := held[place]) is not None:
                 dtype, *where = self._layouts[place]

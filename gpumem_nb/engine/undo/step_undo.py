@@ -40,7 +40,8 @@ class ForwardUndo:
         self._buffers = state.always_kept()
         self._weights = state.weights
         self._trained = [weight.requires_grad for weight in state.weights]
-        self._hooks = [dict(hooks) if hooks else None for hooks in map(hooks_of_tensor, state.weights)]
+        hooks = list(map(hooks_of_tensor, state.weights))  # most often none, which takes half the time
+        self._hooks = [dict(one) if one else None for one in hooks] if any(hooks) else [None] * len(hooks)
         self._memory = state.memory if weights else Memory()  # an update may well take other memory for weights
         self._memory.hold()
         self._random = RandomState.take()
