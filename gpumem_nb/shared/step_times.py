@@ -19,7 +19,7 @@ MEANING = {
     COPY: "moving micro-batches to the device",
     FORWARD: "the model and the loss",
     BACKWARD: "gradients; with checkpointing what is computed again, too",
-    REDUCTION: "waiting, after backward, for gradients averaged over all ranks, and for ranks that are slower",
+    REDUCTION: "waiting for averaged gradients, where backward does not go on meanwhile, and for ranks that are slower",
     UPDATE: "clipping and the optimizer",
     TOOLKIT: "this toolkit's own share: votes, accounting, copies for undoing",
 }

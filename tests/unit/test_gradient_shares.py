@@ -20,6 +20,7 @@ from gpumem_nb.engine.step.partition import Partition, laid_as
 from gpumem_nb.engine.step.reduction import GradientReduction
 from gpumem_nb.engine.step.shards import Shards
 from gpumem_nb.shared.settings import Settings
+from gpumem_nb.shared.step_times import BACKWARD, REDUCTION
 from tests.threads import Meeting
 from tests.unit.test_shards import _one_thread as _one_thread
 from tests.unit.test_shards import same
@@ -43,7 +44,7 @@ class Rank:
         self.params = [nn.Parameter(param.detach().clone()) for param in params]
         self.partition = Partition.of(self.params, link.size, link.rank)
         self.reduction = GradientReduction(self.params, (), link.size, config, torch.device("cpu"), self.shares)
-        self.most_whole = 0
+        self.most_whole, self.parts = 0, list[str]()
         for param in self.params:
             param.register_post_accumulate_grad_hook(self._look)
 
@@ -56,7 +57,7 @@ class Rank:
             param.grad = None
         spans = self.partition.kept(self.params) if self.config.shared else {}
         self.reduction.begin(self.config, False, True, spans)
-        self.reduction.arm()
+        self.reduction.arm(self.parts.append)
         generator = torch.Generator().manual_seed(100 * step + self.link.rank)
         factors = [torch.randn(param.shape, generator=generator).to(param.dtype) for param in self.params]
         for place in reversed(range(len(self.params))) if order is None else order:
@@ -162,6 +163,17 @@ def test_an_overflow_in_the_share_of_one_rank_is_skipped_by_the_scaler_of_all() 
         return scaler.get_scale(), same([param.detach() for param in rank.params], before)
 
     assert Meeting(3).run(of_rank) == [(2.0, True)] * 3
+
+
+def test_what_a_rank_waits_for_gradients_in_backward_is_told_apart_from_computing() -> None:
+    params = weights()
+
+    def of_rank(link: Communicator) -> list[str]:
+        rank = Rank(link, params, SHARED)
+        rank.backward()
+        return rank.parts
+
+    assert Meeting(2).run(of_rank) == [[REDUCTION, BACKWARD] * 3] * 2
 
 
 def test_ranks_whose_gradients_come_in_another_order_do_not_wait_for_each_other_for_ever() -> None:

@@ -76,6 +76,12 @@ def test_hidden_is_what_was_on_its_way_while_backward_went_on(transfers: list[An
     assert times(laps((BACKWARD, 10), (TOOLKIT, 1), (REDUCTION, 2), transfers=sent)).hidden_s == hidden_s
 
 
+def test_what_backward_waits_for_gradients_is_reduction_and_hides_nothing() -> None:
+    sent = (BucketTransfer(4, 102, 107, 0), BucketTransfer(4, 108, 112, 1))
+    found = times(laps((BACKWARD, 4), (REDUCTION, 3), (BACKWARD, 3), (REDUCTION, 2), transfers=sent))
+    assert (found[BACKWARD], found[REDUCTION], found.hidden_s) == (7, 5, 4)
+
+
 def test_a_step_without_backward_hides_nothing() -> None:
     assert times(laps((FORWARD, 10), (REDUCTION, 2), transfers=(BucketTransfer(4, 101, 103, 0),))).hidden_s == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import takewhile
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...memory.ledger.recorder import Recorder
 from ...shared.categories import COMMUNICATION
+from ...shared.step_times import BACKWARD, REDUCTION
 from ..link.communicator import AVERAGE, Transfer, here
 from ..link.signals import postponed
 from .ballot import NUMBERS
@@ -86,9 +87,8 @@ class GradientReduction:
         self._ranks = ranks
         self._presence = Presence(self._params, ranks)
         self._early = True
-        self._armed = False
-        self._buckets: list[Bucket] = []
-        self._grouped: list[bool] = []
+        self._enter: Callable[[str], object] | None = None  # while backward may send
+        self._buckets, self._grouped = list[Bucket](), list[bool]()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.finite, self.there = FiniteCheck(device), list[bool]()
         self._under_way: deque[Bucket] = deque()
@@ -151,11 +151,11 @@ class GradientReduction:
         """The share of this step's gradients that compression took (2-norms), on the device, if it was measured."""
         return share_lost(self._rounded, self._row.device) if self._rounded else None
 
-    def arm(self) -> None:
-        """From now on gradients are final: send each bucket as soon as it is full."""
+    def arm(self, enter: Callable[[str], object] = lambda _: None) -> None:
+        """From now on gradients are final: send each bucket as soon as it is full; waiting and going on is told."""
         for bucket in self._buckets:
             bucket.ready.clear()
-        self._armed = True
+        self._enter = enter
 
     def look_at_rest(self) -> None:
         """Look whether the gradients that were not sent yet are finite, and measure them if the step is measured."""
@@ -189,7 +189,7 @@ class GradientReduction:
         Raises:
             BaseException: what keeps this rank from taking part at all; the others wait for it.
         """
-        self._armed = False
+        self._enter = None
         self._notice_arrivals()
         error = None if failed else self._counting()
         if here().size > 1:
@@ -209,14 +209,6 @@ class GradientReduction:
         if not missed:
             self.regroup()
         return Reduced(sums, missed, self._presence.partial, numbers[NUMBERS], error)
-
-    def _counting(self) -> BaseException | None:
-        try:
-            self._count_gradients()
-        except BaseException as error:
-            self.ballot[0].fill_(1)
-            return error
-        return None
 
     def exchange(self, failed: bool) -> BaseException | None:
         """Give the others what they wait for, and get what they send; says what kept gradients from being sent."""
@@ -251,8 +243,12 @@ class GradientReduction:
         """Wait until so many buckets are under way, and keep this rank's share; all ranks send them in one order."""
         sent = [bucket for bucket in self._buckets if bucket.transfer is not None]
         for bucket in sent[: max(0, len(sent) - most)]:
-            self.torn |= self._armed and bucket.left_as != marks(bucket.params)  # of which a share would not tell
+            if self._enter:
+                self.torn |= bucket.left_as != marks(bucket.params)  # of which a share would not tell
+                self._enter(REDUCTION)
             self._wait_for(bucket)
+            if self._enter:
+                self._enter(BACKWARD)
             self.shares.cut(bucket)
 
     def _carrier(self) -> Bucket | None:
@@ -261,14 +257,19 @@ class GradientReduction:
         fits = last and self._config.averaged and self._carried(last) == self._row.dtype
         return last if last and fits and last.params[0].device == self._row.device else None
 
-    def _count_gradients(self) -> None:
-        """Write behind the ballot what else all ranks add up."""
-        squares = [bucket.square.to(self._row.device) for bucket in self._buckets if bucket.square is not None]
-        if squares:
-            self._row[NUMBERS].copy_(torch.stack(squares).sum())
-        else:
-            self._row[NUMBERS].fill_(0)
-        self._row[NUMBERS + 1 :].copy_(self._presence.codes(self.there, self._row.device))
+    def _counting(self) -> BaseException | None:
+        """Write behind the ballot what else all ranks add up; returns what kept this rank from it."""
+        try:
+            squares = [bucket.square.to(self._row.device) for bucket in self._buckets if bucket.square is not None]
+            if squares:
+                self._row[NUMBERS].copy_(torch.stack(squares).sum())
+            else:
+                self._row[NUMBERS].fill_(0)
+            self._row[NUMBERS + 1 :].copy_(self._presence.codes(self.there, self._row.device))
+        except BaseException as error:
+            self.ballot[0].fill_(1)
+            return error
+        return None
 
     def _take_part(self, order: list[Bucket], carrier: Bucket | None) -> None:
         """Send what others wait for, bucket by bucket, through memory that each of them uses again."""
@@ -311,7 +312,7 @@ class GradientReduction:
 
     def forget(self) -> None:
         """Let go of what was sent: Horovod was shut down, and nothing will come back."""
-        self._armed = False
+        self._enter = None
         for bucket in self._buckets:
             bucket.transfer = None
         self._let_go()
@@ -324,7 +325,7 @@ class GradientReduction:
         self._hooks = []
 
     def _gradient_ready(self, bucket: Bucket, param: Tensor) -> None:
-        if not self._armed or here().size == 1:
+        if self._enter is None or here().size == 1:
             return
         self._notice_arrivals()
         if id(param) in bucket.ready:  # it comes in several pieces, and how many is not known

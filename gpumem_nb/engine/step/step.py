@@ -272,7 +272,7 @@ class Stepper:
                 del batch
                 self._begin(BACKWARD)
                 if index == settings.accumulation_steps - 1:
-                    self.voting.reduction.arm()
+                    self.voting.reduction.arm(self.enter)
                 (scaler.scale(loss) if settings.precision == "fp16" else loss).backward()
                 total += loss.detach().float()
                 self._begin(DATA)

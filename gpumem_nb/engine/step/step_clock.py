@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...shared.step_times import BACKWARD, DATA, TOOLKIT, Lap, StepLanes, StepTimes
+from ...shared.step_times import BACKWARD, DATA, REDUCTION, TOOLKIT, Lap, StepLanes, StepTimes
 from ...shared.units import format_bytes
 
 _LONGEST = 80  # three whole numbers
@@ -156,14 +156,15 @@ def _laps(marks: Sequence[_Mark]) -> list[Lap]:
 
 
 def _hidden_s(laps: Sequence[Lap], transfers: Sequence[BucketTransfer]) -> float:
-    """Time in which gradients were on their way while backward went on: they may overlap."""
+    """Time in which gradients were on their way while backward went on, and did not wait: they may overlap."""
     backward_ended_s = max((lap.ended_s for lap in laps if lap.name == BACKWARD), default=0.0)
     hidden_s, until_s = 0.0, 0.0
     for transfer in sorted(transfers, key=lambda transfer: transfer.sent_s):
         end_s = min(transfer.arrived_s, backward_ended_s)
         hidden_s += max(0.0, end_s - max(transfer.sent_s, until_s))
         until_s = max(until_s, end_s)
-    return hidden_s
+    waits = (lap for lap in laps if lap.name == REDUCTION and lap.ended_s <= backward_ended_s)
+    return max(0.0, hidden_s - sum(lap.ended_s - lap.began_s for lap in waits))
 
 
 class StepClock:
