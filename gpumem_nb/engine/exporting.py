@@ -90,7 +90,7 @@ def _facts(trainer: Trainer) -> Facts:
         absent=tuple(names[id(param)] for param in had.never(live.parameters)),
         sometimes=tuple(names[id(param)] for param in had.sometimes(live.parameters)),
         partial=had.partial,
-        evaluating=bool(live.evaluating()),
+        evaluating=bool(live.modes.evaluating()),
         buffers=any(True for _ in live.model.buffers()),
         norms=any(buffers_by_name(norm) for block in live.recomputing.blocks for norm in batch_norms(block)),
         changed_by_blocks=None if live.recomputing.changed is None else next(iter(live.recomputing.changed), ""),

@@ -93,6 +93,7 @@ class Values:
             "chunked": settings.loss_head == "chunked",
             "muon": settings.optimizer == "muon",
             "shares": settings.shard_optimizer == "on",
+            "state_waits": settings.offload_optimizer == "on",
             "joined": own and self._together() > 1,
             "statistics": (own or self._checkpointing == "selective") and self._checkpointing != "none" and facts.norms,
             "amp": settings.precision != "fp32",

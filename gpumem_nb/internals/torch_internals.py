@@ -355,15 +355,6 @@ def keep_scale_from(optimizer: Optimizer) -> None:
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
-def found_by_others(scaler: torch.amp.GradScaler, optimizer: Optimizer, found: Tensor) -> None:
-    """Let a gradient scaler, which has unscaled these gradients, know that others of the step are not finite."""
-    of_devices = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    if not of_devices:
-        of_devices[found.device] = torch.zeros((), dtype=torch.float32, device=found.device)
-    for number in of_devices.values():
-        number.copy_(torch.maximum(number, found.to(number.device, torch.float32)))
-
-
 def forget_scaler(optimizer: Optimizer) -> None:
     """Remove what a gradient scaler hands to an optimizer and leaves there when the update raises."""
     for name in ("grad_scale", "found_inf"):

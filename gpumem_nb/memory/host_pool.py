@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +18,50 @@ _SPARE = 0.8  # of what the machine has free; the rest is for its other programs
 
 
 class _Lent(weakref.ref[Any]):
-    """A buffer that is in use as long as what this refers to lives."""
+    """A buffer that is in use as long as what this refers to lives; ``None`` for one that ends with that."""
 
-    __slots__ = ("buffer", "key")
+    __slots__ = ("address", "buffer", "key")
 
+    address: int
     buffer: Any
     key: tuple[str, int]
+
+
+class HostUse(NamedTuple):
+    """Bytes of host memory: the most in use since the last step began, what a rank may use, and what is held."""
+
+    host_bytes: int = 0
+    host_limit_bytes: int = 0
+    host_state_bytes: int = 0
+
+
+class HostMemory:
+    """The host memory of one rank, for all that waits there: one pool, as long as something of the rank uses it.
+
+    Args:
+        ranks: how many share the memory of this machine.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
+        self._pool: weakref.ref[HostPool] | None = None
+
+    @property
+    def in_use(self) -> HostPool | None:
+        """Return the pool, if something uses it."""
+        return self._pool() if self._pool else None
+
+    @property
+    def use(self) -> HostUse:
+        """Return what waits there."""
+        pool = self.in_use
+        return HostUse(pool.peak_bytes, pool.limit_bytes, pool.held_bytes) if pool else HostUse()
+
+    def pool(self) -> HostPool:
+        """Return the pool to use; a new one may take what the machine has free now."""
+        pool = self.in_use or HostPool(self._ranks)
+        self._pool = weakref.ref(pool)
+        return pool
 
 
 class HostPool:
@@ -48,16 +87,29 @@ class HostPool:
         self._ended = deque[_Lent]()  # which came back, and were not put among the free ones yet
         self._free = defaultdict[tuple[str, int], list[Any]](list)
         self._asked = set[tuple[str, int]]()
+        self._held = dict[int, _Lent]()  # what is not lent again, by its address
 
     @property
     def used_bytes(self) -> int:
         """Return the bytes of the buffers in use now."""
+        self._take_back()
+        return sum(self._lent.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes of those that :meth:`hold` gave."""
+        self._take_back()
+        return sum(lent.key[1] for lent in self._held.values())
+
+    def _take_back(self) -> None:
         while self._ended:
             lent = self._ended[0]
-            if self._lent.pop(lent, None) is not None:  # it is, where an interrupt came in between
+            known = self._lent.pop(lent, None) is not None  # it is not, where an interrupt came in between
+            if known and lent.buffer is not None:
                 self._free[lent.key].append(lent.buffer)
+            if self._held.get(lent.address) is lent:
+                del self._held[lent.address]
             self._ended.popleft()
-        return sum(self._lent.values())
 
     @property
     def _free_bytes(self) -> int:
@@ -76,26 +128,93 @@ class HostPool:
         Raises:
             WorkloadError: it would be more than the limit.
         """
-        used = self.used_bytes + nbytes
-        if used > self.limit_bytes:
-            raise WorkloadError(
-                f"Host memory is short: {format_bytes(used)} were to wait there for backward, and "
-                f"this rank may use {format_bytes(self.limit_bytes)}, its part of what the machine had free. Use "
-                "offload_activations=off, or a smaller batch_size."
-            )
+        used = self._checked(nbytes, "for backward", "offload_activations=off, or a smaller batch_size")
         key = device.type, nbytes
         self._asked.add(key)
         if not (kept := self._free[key]) and used + self._free_bytes > self.limit_bytes:
             self._free.clear()
         buffer = kept.pop() if kept else _new(nbytes, device)
-        lent = _Lent(user, self._ended.append)
-        lent.buffer, lent.key = buffer, key
-        self._lent[lent] = nbytes
-        self.peak_bytes = max(self.peak_bytes, used)
+        self._lend(user, buffer, key, 0)
         return buffer
+
+    def hold(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return a tensor of bytes, whose memory goes back to the system with the last tensor that lies in it.
+
+        Raises:
+            WorkloadError: it would be more than the limit.
+        """
+        if self._checked(nbytes, "between updates", "offload_optimizer=off") + self._free_bytes > self.limit_bytes:
+            self._free.clear()
+        memory = _new(nbytes, device)
+        flat = memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
+        self._lend(flat.untyped_storage(), None, (device.type, nbytes), flat.data_ptr())
+        return flat
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in memory that :meth:`hold` gave."""
+        self._take_back()
+        return bool(self._held) and tensor.data_ptr() in self._held
+
+    def _checked(self, nbytes: int, when: str, instead: str) -> int:
+        used = self.used_bytes + nbytes
+        if used > self.limit_bytes:
+            raise WorkloadError(
+                f"Host memory is short: {format_bytes(used)} were to wait there {when}, and "
+                f"this rank may use {format_bytes(self.limit_bytes)}, its part of what the machine had free. Use "
+                f"{instead}."
+            )
+        self.peak_bytes = max(self.peak_bytes, used)
+        return used
+
+    def _lend(self, user: Any, buffer: Any, key: tuple[str, int], address: int) -> None:
+        lent = _Lent(user, self._ended.append)
+        lent.buffer, lent.key, lent.address = buffer, key, address
+        self._lent[lent] = key[1]
+        if address:
+            self._held[address] = lent
 
 
 def _new(nbytes: int, device: torch.device) -> Any:
     if device.type == "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return np.empty(nbytes, dtype=np.uint8)
+
+
+def copy_out(flat: torch.Tensor, buffer: Any) -> None:
+    """Copy the bytes of a device into a buffer, in which those of a GPU have arrived after :func:`settle`.
+
+    One stream copies in both directions, so a buffer is not read before it is written, nor the other way round.
+    """
+    if flat.device.type == "cuda":
+        stream = _stream(flat.device)
+        stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(stream):
+            buffer.copy_(flat, non_blocking=True)
+        flat.record_stream(stream)
+    else:
+        np.copyto(np.asarray(buffer), flat.numpy())
+
+
+def copy_in(buffer: Any, flat: torch.Tensor) -> Any:
+    """Fill what lies on a device with a buffer's bytes; for a real GPU return the event after which it is filled."""
+    if flat.device.type != "cuda":
+        np.copyto(flat.numpy(), np.asarray(buffer))
+        return None
+    stream = _stream(flat.device)
+    stream.wait_stream(torch.cuda.current_stream(flat.device))  # where the memory may have been in use until now
+    with torch.cuda.stream(stream):
+        flat.copy_(buffer, non_blocking=True)
+        copied = stream.record_event()
+    flat.record_stream(stream)
+    return copied
+
+
+def settle(device: torch.device) -> None:
+    """Wait until all that was copied to or from host memory has arrived."""
+    if device.type == "cuda":
+        _stream(device).synchronize()
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)

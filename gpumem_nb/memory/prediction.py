@@ -88,7 +88,9 @@ class SmallSteps:
             return large.host_bytes
         each = (large.host_bytes - small.host_bytes) / (large.batch_size - small.batch_size)
         if self.varies:
-            return max(round(one.host_bytes / one.batch_size * batch_size) for one in (small, large))
+            state = large.host_state_bytes
+            of_samples = ((one.host_bytes - one.host_state_bytes) / one.batch_size for one in (small, large))
+            return state + round(max(of_samples) * batch_size)
         return max(0, round(large.host_bytes + (batch_size - large.batch_size) * each))
 
     def continued(self, batch_size: int) -> Trace:

@@ -155,13 +155,18 @@ class Prediction(Words):
 
     @property
     def _elsewhere(self) -> str:
-        """What to say where activations are to wait in host memory, and the peak has none that could."""
+        """What to say where something is to wait in host memory, and the peak has none of it."""
         if self.before is None or self.before_bytes is None or self.lower_bound:
             return ""
-        begins = self.before.offload_activations == "off" and self.settings.offload_activations == "on"
-        if not begins or self.live_peak_bytes < _AS_MUCH * self.before_bytes:
+        waits = [
+            f"{name}=on"
+            for name in ("offload_activations", "offload_optimizer")
+            if (getattr(self.before, name), getattr(self.settings, name)) == ("off", "on")
+        ]
+        if not waits or self.live_peak_bytes < _AS_MUCH * self.before_bytes:
             return ""
-        return f"; offload_activations=on frees nothing here: the peak lies elsewhere, in {self.phase}"
+        frees = "frees" if len(waits) == 1 else "free"
+        return f"; {' and '.join(waits)} {frees} nothing here: the peak lies elsewhere, in {self.phase}"
 
     @property
     def _speed(self) -> str:

@@ -197,12 +197,15 @@ class MemoryReport(Report):
             "peak_phase": ledger.phase if ledger else None,
             "peak_module": ledger.module if ledger else None,
             "host_peak_bytes": ledger.host_bytes if ledger else None,
+            "host_state_bytes": ledger.host_state_bytes if ledger else None,
         }
 
 
 def _on_host(ledger: Ledger) -> str:
+    knobs = ["offload_activations=on"] if ledger.host_bytes > ledger.host_state_bytes else []
+    knobs += ["offload_optimizer=on"] if ledger.host_state_bytes else []
     return (
-        f"Up to {format_bytes(ledger.host_bytes)} waited in host memory (offload_activations=on), of "
+        f"Up to {format_bytes(ledger.host_bytes)} waited in host memory ({', '.join(knobs)}), of "
         f"{format_bytes(ledger.host_limit_bytes)} that a rank may use there. They count for no device."
     )
 

@@ -45,7 +45,8 @@ class Ledger:
     ``modules`` splits the peak as ``(module, category, bytes)``, largest first, for what belongs to a module.
     ``virtual`` bytes are a virtual GPU's; ``exact`` says that every allocation was seen, not only tensors.
     ``operators`` is how many calls of operators made tensors until backward ended, without those inside of others.
-    ``host_bytes`` waited in host memory at most, beside the device's bytes, of ``host_limit_bytes`` that may.
+    ``host_bytes`` waited in host memory at most, beside the device's bytes, of ``host_limit_bytes`` that may;
+    ``host_state_bytes`` of them are the optimizer's state.
     """
 
     peak_bytes: int
@@ -59,6 +60,7 @@ class Ledger:
     operators: int = 0
     host_bytes: int = 0
     host_limit_bytes: int = 0
+    host_state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "text-gpt": {"width": 64, "depth": 2, "heads": 2, "sequence_length": 32},
 }
 NEAREST = """
-import gpumem_nb.engine.step.rounding as rounding
-rounding.stochastic = rounding.round_into
-rounding.round_into = lambda weight, wide, seed: weight.copy_(wide)
+import gpumem_nb.engine.step.pieces as pieces
+pieces.stochastic = pieces.round_into
+pieces.round_into = lambda weight, wide, seed: weight.copy_(wide)
 """
-STOCHASTIC = "rounding.round_into = rounding.stochastic"
+STOCHASTIC = "pieces.round_into = pieces.stochastic"
 KEEP = "first = [weight.detach().clone() for weight in model.parameters()]"
 COMPARE = (
     "final = [weight.detach().float().clone() for weight in model.parameters()]\nif '{how}' == 'fp32': exact = final"

@@ -191,6 +191,11 @@ def test_copies_to_host_memory_are_tried_where_activations_fill_the_peak_and_are
     offered = lighter(PRESENT, "backward", WorkloadInfo("net", 1, 4, 100_000, blocks=4).handles, at_peak)
     assert offered
     assert {one.offload_activations for one in offered} == {"off"}
+    assert rungs(Ranks({"offload_optimizer": 100}).ladder()) == ["offload_optimizer=on"]
+    known = WorkloadInfo("net", 1, 4, 100_000, blocks=4).handles
+    of_state = lighter(PRESENT, "update", known, {c.OPTIMIZER_STATE: 300 * MIB})
+    assert of_state
+    assert {one.offload_optimizer for one in of_state} == {"off"}
 
 
 def test_a_change_whose_step_fails_is_left_out_and_what_passes_ends_it_with_what_was_found() -> None:
@@ -210,7 +215,7 @@ def test_an_interrupt_and_a_flip_leave_the_rungs_found() -> None:
     assert rungs(found) == ["optimizer=adamw8bit"]
     assert found.sentences[0] == "It was interrupted."
     flipped = Ranks({"optimizer": 100})
-    flipped.meanwhile = lambda: setattr(flipped, "settings", BLOCKS) if len(flipped.asked) > 6 else None
+    flipped.meanwhile = lambda: setattr(flipped, "settings", BLOCKS) if len(flipped.asked) > 7 else None
     found = flipped.ladder()
     assert rungs(found) == ["optimizer=adamw8bit"]
     assert found.sentences[0] == "It ended early, because settings were changed."

@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset
 from gpumem_nb.engine import cells
 from gpumem_nb.engine.data.handed import as_dataset
 from gpumem_nb.engine.data.stream import ShardedStream
-from gpumem_nb.engine.step import rounding
+from gpumem_nb.engine.step import pieces
 from gpumem_nb.engine.step.narrowed import to_narrow
 from gpumem_nb.engine.step.parts import Parts
-from gpumem_nb.engine.step.rounding import why_not
+from gpumem_nb.engine.step.pieces import BF16_WEIGHTS, why_not
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.step.trials import NO_CONFIGURATION
 from gpumem_nb.memory.device import opened
@@ -247,7 +247,7 @@ def failing(optimizer: Optimizer, at: int) -> Callable[[], None]:
 def test_an_update_that_fails_half_way_is_undone_to_the_bit_and_rounds_alike_when_taken_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rounding, "_LEAST_ELEMENTS", 500)
+    monkeypatch.setattr(pieces, "_LEAST_ELEMENTS", 500)
     expected = run(one := made(), NARROW, 1, 5)
     weights = bits(one.live.model)
     other = made()
@@ -331,7 +331,7 @@ def hooked(params: Any) -> Optimizer:
 def test_optimizers_that_cannot_be_given_some_weights_are_refused(make: Any, said: str) -> None:
     one = made(optimizer=make)
     settings = NARROW.replace(optimizer="own")
-    assert said in why_not(one.live.optimizer)
+    assert said in why_not(one.live.optimizer, BF16_WEIGHTS)
     before = bits(one.live.model)
     failure = one.run(Chunk(settings, 1, 1)).failure
     assert failure is not None

@@ -58,7 +58,7 @@ def test_frame_has_a_row_per_rank_and_keeps_unknown_apart_from_zero(report: Memo
         *("rank", "host", "device", "kind", "live_bytes", "live_peak_bytes", "reserved_bytes", "reserved_peak_bytes"),
         *("fragmentation_bytes", "device_used_bytes", "limit_bytes", "own_bytes", "others_bytes"),
         *("utilisation_percent", "temperature_celsius", "power_watts", "clock_mhz"),
-        *("peak_bytes", "peak_phase", "peak_module", "host_peak_bytes"),
+        *("peak_bytes", "peak_phase", "peak_module", "host_peak_bytes", "host_state_bytes"),
     ]
 
 

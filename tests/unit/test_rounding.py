@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from gpumem_nb.engine.step import rounding
-from gpumem_nb.engine.step.rounding import Rounding, round_into
+from gpumem_nb.engine.step import pieces
+from gpumem_nb.engine.step.pieces import Pieces, round_into
 from tests.unit.test_shards import KINDS
 
 
@@ -49,7 +49,7 @@ def test_updates_that_rounding_to_nearest_loses_arrive_on_average() -> None:
     for step in range(50):
         weight.grad = torch.full_like(weight, 2.0**-12)
         nearest -= weight.grad
-        Rounding(frozenset({0}), 1, step).update(optimizer, optimizer.step)
+        Pieces(frozenset({0}), 1, step).update(optimizer, optimizer.step)
     assert torch.equal(nearest, torch.ones_like(nearest))
     assert weight.float().mean().item() == pytest.approx(1 - 50 * 2**-12, abs=2e-4)
 
@@ -59,7 +59,7 @@ def test_updates_that_rounding_to_nearest_loses_arrive_on_average() -> None:
 def test_the_state_is_that_of_fp32_weights_whole_or_in_slices(
     monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict[str, Any], cut: bool
 ) -> None:
-    monkeypatch.setattr(rounding, "_LEAST_ELEMENTS", 64 if cut else 2**18)
+    monkeypatch.setattr(pieces, "_LEAST_ELEMENTS", 64 if cut else 2**18)
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in ((40, 50), (7,), (3, 4), (2, 5, 3, 3))]
     params[3].data = params[3].data.contiguous(memory_format=torch.channels_last)
@@ -74,7 +74,7 @@ def test_the_state_is_that_of_fp32_weights_whole_or_in_slices(
             other.grad = torch.empty_like(other).copy_(torch.randn(other.shape)).bfloat16().float()
             param.grad = other.grad.to(param.dtype)
         gradients = [param.grad for param in params]
-        Rounding(places, 1, step).update(ours, ours.step)
+        Pieces(places, 1, step).update(ours, ours.step)
         plain.step()
         assert all(param.grad is gradient for param, gradient in zip(params, gradients, strict=True))
         for param, other in zip(params, others, strict=True):

@@ -372,6 +372,8 @@ def scaling() -> None:
     vars(optimizer).update(grad_scale=torch.ones(1), found_inf=torch.ones(1))
     torch_internals.forget_scaler(optimizer)
     must(not {"grad_scale", "found_inf"} & vars(optimizer).keys(), "they stay")
+    known = torch.amp.GradScaler("cpu")._per_optimizer_states[id(optimizer)]
+    must(known.keys() >= {"stage", "found_inf_per_device"}, "a gradient scaler keeps other things of a step")
 
 
 @checks("torch", "_is_profiler_enabled, and the clock of a profile that was exported")

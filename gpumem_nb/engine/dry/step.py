@@ -38,9 +38,10 @@ from ..step.gradient_shares import GradientShares
 from ..step.narrowed import narrow_weight, to_narrow
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
+from ..step.pieces import ASIDE, Pieces, by_pieces, why_not
 from ..step.reduction import GradientReduction
-from ..step.rounding import Rounding, rounded
 from ..step.sharing import Sharing
+from ..step.state_aside import StateAside
 from . import scratch
 from .batches import Batches
 from .hollow import Given, made
@@ -108,7 +109,10 @@ class DryStep:
             narrow = to_narrow(self._parts) if has_narrow_weights(settings) else []
             for weight in narrow:
                 narrow_weight(weight)
-            self._rounding = Rounding.of(narrow, self._optimizer) if narrow else None
+            aside = StateAside(None) if settings.offload_optimizer == "on" else None
+            if aside and (problem := why_not(self._optimizer, ASIDE)):
+                raise InvalidInput(f"{problem}.")
+            self._pieces, self._aside = Pieces.of(narrow, self._optimizer, aside), aside
         check_precision(settings, self._parts)
         self._params = list(in_groups(self._optimizer))
         self._device = DryDevice(self._held, scratch.inside, kernels.gemm_workspace_bytes, self._stand_in)
@@ -158,6 +162,8 @@ class DryStep:
         self._optimizer.state.update(_copied(self._first_state))
         if self._form.partition:
             self._form.partition.divide(self._optimizer)
+        if self._aside:
+            self._aside.put_away(self._optimizer)
         self._recomputing.set_checkpointing(self._settings)
         self._recomputing.set_loss_head(self._settings.loss_head)
         try:
@@ -281,7 +287,7 @@ class DryStep:
         self._device.log.on_host = not any(group.get("fused") for group in self._optimizer.param_groups)
         clip_norm, optimizer = self._settings.clip_norm, self._optimizer
         rows, norms = self._shares.of(self._params)
-        step = rounded(self._rounding, optimizer, optimizer.step)
+        step = by_pieces(self._pieces, optimizer, optimizer.step)
         optimizers.update_share(optimizer, None, clip_norm, step, self._form.updating, rows, norms, foreach=True)
         self._device.log.on_host = False
         self._form.after_update(self._settings, rows)
@@ -302,6 +308,7 @@ class DryStep:
     def _held(self) -> int:
         """Bytes of what lives from step to step."""
         state = [value for values in self._optimizer.state.values() for value in tensors_in(values) if value.dim()]
+        state = [value for value in state if not (self._aside and self._aside.waits(value))]
         buffers = [buffer for _, buffer in self._parts.named_buffers()]
         return held_by([*self._parts.parameters(), *buffers, *state])
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,7 +26,7 @@ from ...internals.torch_internals import (
     not_compiled,
     version,
 )
-from ...memory.host_pool import HostPool
+from ...memory.host_pool import HostPool, copy_in, copy_out
 from ...memory.ledger.recorder import Recorder
 from ...shared.errors import WorkloadError
 
@@ -55,7 +53,6 @@ class Offload:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Have tensors that autograd saves put aside inside."""
-        self.pool.begin()
         self.stays([*self._model.parameters(), *self._model.buffers()])
         pack, unpack = not_compiled(self._pack), not_compiled(_unpack)
         try:
@@ -173,7 +170,7 @@ class _Away:
         self._latest: weakref.ref[torch.UntypedStorage] | None = None
         self._buffer = None if is_fake(tensor) else pool.take(self._nbytes, self._device, self)
         if self._buffer is not None:
-            _copy_out(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage), self._buffer)
+            copy_out(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage), self._buffer)
 
     def back(self) -> torch.UntypedStorage:
         """Return them on the device: the same storage to all who ask for views of it at the same time."""
@@ -198,7 +195,7 @@ class _Away:
         flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
         if Recorder.current:
             Recorder.current.saved(flat)
-        return flat, None if self._buffer is None else _copy_in(self._buffer, flat)
+        return flat, None if self._buffer is None else copy_in(self._buffer, flat)
 
 
 def _unpack(saved: Aside | _Staying) -> Tensor:
@@ -226,36 +223,3 @@ def _is_of_a_weight(tensor: Tensor) -> bool:
     while node and node.name() in _CASTS_AND_VIEWS:
         node = node.next_functions[0][0]
     return node is not None and hasattr(node, "variable")
-
-
-def _copy_out(flat: Tensor, buffer: Any) -> None:
-    if flat.device.type == "cuda":
-        stream = _stream(flat.device)
-        stream.wait_stream(torch.cuda.current_stream(flat.device))
-        with torch.cuda.stream(stream):
-            buffer.copy_(flat, non_blocking=True)
-        flat.record_stream(stream)
-    else:
-        np.copyto(buffer, flat.numpy())
-
-
-def _copy_in(buffer: Any, flat: Tensor) -> Any:
-    """Fill what lies on the device; for a real GPU return the event after which it is filled.
-
-    One stream copies in both directions, so a buffer is not read before it is written, nor the other way round.
-    """
-    if flat.device.type != "cuda":
-        np.copyto(flat.numpy(), buffer)
-        return None
-    stream = _stream(flat.device)
-    stream.wait_stream(torch.cuda.current_stream(flat.device))  # where the memory may have been in use until now
-    with torch.cuda.stream(stream):
-        flat.copy_(buffer, non_blocking=True)
-        copied = stream.record_event()
-    flat.record_stream(stream)
-    return copied
-
-
-@cache
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...memory.host_pool import HostPool
+from ...memory.host_pool import HostMemory, HostPool, HostUse
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from ...shared.knobs.step import checkpointing_of
@@ -28,11 +28,11 @@ class Recomputing:
     Args:
         model: which.
         workload: which may name its blocks and its head.
-        on_host: how many ranks share the memory of this machine.
+        host: the host memory of this rank, in which others may have something wait, too.
     """
 
-    def __init__(self, model: nn.Module, workload: Workload, on_host: int = 1) -> None:
-        self._model, self._workload, self._on_host = model, workload, on_host
+    def __init__(self, model: nn.Module, workload: Workload, host: HostMemory | None = None) -> None:
+        self._model, self._workload, self._host = model, workload, host or HostMemory()
         self._mode = "none"
         self._checkpointing: Checkpointing | None = None
         self._selection = Selection()
@@ -103,7 +103,7 @@ class Recomputing:
     def set_offload(self, how: str) -> None:
         """Have what forward saves for backward wait in host memory, or on the device."""
         if (how == "on") != (self._offload is not None):
-            self._offload = Offload(self._model, HostPool(self._on_host)) if how == "on" else None
+            self._offload = Offload(self._model, self._host.pool()) if how == "on" else None
 
     def stays(self, batch: Any) -> None:
         """The tensors of a micro-batch live until it is done with."""
@@ -111,9 +111,9 @@ class Recomputing:
             self._offload.stays(tensors_in(batch))
 
     @property
-    def host_bytes(self) -> tuple[int, int]:
-        """Return how many bytes waited in host memory at most, in the latest step, and how many may."""
-        return (self.pool.peak_bytes, self.pool.limit_bytes) if self.pool else (0, 0)
+    def host_bytes(self) -> HostUse:
+        """Return how many bytes waited in host memory in the latest step, and how many may."""
+        return self._host.use
 
     @property
     def pool(self) -> HostPool | None:
@@ -189,6 +189,8 @@ class Recomputing:
     def on(self) -> Iterator[None]:
         """Have all of them on inside."""
         aside, compiled = self._offload, self.compiled
+        if pool := self._host.in_use:
+            pool.begin()
         with (
             aside.on() if aside else nullcontext(),
             compiled.on() if compiled else nullcontext(),

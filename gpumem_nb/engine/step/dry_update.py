@@ -42,7 +42,8 @@ from .live_model import LiveModel
 from .optimizer_state import state_of
 from .partition import Partition, of_weights
 from .parts import in_groups
-from .rounding import Rounding, rounded
+from .pieces import Pieces, by_pieces, pieces_of
+from .state_aside import StateAside
 from .step_clock import StepClock
 
 _CPU, _DEVICE = torch.device("cpu"), torch.ops.prim.device.default
@@ -71,7 +72,8 @@ class AskedUpdate(NamedTuple):
         clip_norm: of the gradients, ``None`` for none.
         sent_bytes: how many bytes of weights ranks give each other at once, where they share the state.
         held, wanted: how ranks share the optimizer's state, and how they would; ``None``: each has all of it.
-        rounding: how weights in bf16 are updated that were in fp32; ``None``: there are none.
+        pieces: by which it goes; ``None``: it is whole.
+        aside: where the state waits now; ``None``: it is on the device.
         rows: this rank's share of gradients by places of weights, where it has no whole ones.
         norms: those of the whole ones then.
     """
@@ -85,7 +87,8 @@ class AskedUpdate(NamedTuple):
     wanted: Partition | None = None
     rows: Mapping[int, Tensor] | None = None
     norms: Sequence[Tensor] = ()
-    rounding: Rounding | None = None
+    pieces: Pieces | None = None
+    aside: StateAside | None = None
 
     @classmethod
     def of(cls, live: LiveModel) -> AskedUpdate:
@@ -94,7 +97,7 @@ class AskedUpdate(NamedTuple):
         scaler, optimizer = live.scaler if settings.precision == "fp16" else None, live.optimizer_in_question()
         held, sent_bytes = state_of(optimizer).partition, ReductionConfig.under(settings).bucket_bytes
         wanted, params = live.sharing.partition(optimizer, settings), in_groups(optimizer)
-        shared = (sent_bytes, held, wanted, *live.shares.of(params), live.narrowed.rounding(optimizer))
+        shared = (sent_bytes, held, wanted, *live.shares.of(params), pieces_of(live, optimizer), live.waits.aside)
         return cls(optimizer, settings.optimizer_impl, scaler, settings.clip_norm, *shared)
 
     def with_gradients(self, stand_in: Callable[[Tensor], Tensor]) -> AskedUpdate:
@@ -105,7 +108,10 @@ class AskedUpdate(NamedTuple):
         return self._replace(rows=rows, norms=[stand_in(norm) for norm in self.norms])
 
     def bring_state(self, copied: Optimizer) -> None:
-        """Let a copy of the optimizer, whose numbers do not matter, hold its state as ranks would share it."""
+        """Let a copy of the optimizer, whose numbers do not matter, hold its state where and as it would be held."""
+        wanted = self.pieces.aside if self.pieces else None
+        if (aside := self.aside or wanted) and not (self.aside and wanted):
+            aside.renew(copied, waits=wanted is not None)
         if self.held == self.wanted:
             return
         if self.held:
@@ -119,7 +125,7 @@ class AskedUpdate(NamedTuple):
         def updating(rows: Mapping[int, Tensor] | None) -> AbstractContextManager[None]:
             return self.wanted.updating(copied, rows) if self.wanted else nullcontext()
 
-        step = rounded(self.rounding, copied, step)
+        step = by_pieces(self.pieces, copied, step)
         optimizers.update_share(copied, scaler, self.clip_norm, step, updating, self.rows, self.norms)
         if self.wanted:
             of_weights(self.wanted, in_groups(copied), self.sent_bytes, self.rows)

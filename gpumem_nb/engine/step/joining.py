@@ -64,7 +64,7 @@ def make_alike(live: LiveModel) -> None:
             "optimizer, so rank 0's cannot be given to the others. Run the cell that changed the model or the "
             "optimizer on all ranks, or attach it again."
         )
-    live.resume_modes()  # a cell may have called eval() on one rank alone
+    live.modes.resume()  # a cell may have called eval() on one rank alone
     take_from_first(live)
     for optimizer in used:
         if optimizer is not live.own_optimizer:

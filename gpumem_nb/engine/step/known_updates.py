@@ -84,7 +84,8 @@ class KnownUpdates:
         lying = list(map(allocation, held))
         numbers = list(dict.fromkeys([0, *lying]))
         places = {number: place for place, number in enumerate(numbers)}
-        shares = update.held, update.wanted, update.sent_bytes, update.rows and tuple(update.rows), update.rounding
+        pieces = update.pieces and (update.pieces.narrow, update.pieces.aside is None)
+        shares = update.held, update.wanted, update.sent_bytes, update.rows and tuple(update.rows), pieces
         how = update.implementation, update.scaler is None, update.clip_norm is None, shares
         key = (
             (type(optimizer), *how, device, *_code(optimizer)),
@@ -115,7 +116,9 @@ def _taken(update: AskedUpdate, device: Device) -> Foreseen:
     log = device.event_log()
     log.begin([])
     with log.watching():
-        update.take(optimizer, scaler, (lambda: scaler.step(optimizer)) if scaler else optimizer.step)
+        if update.held == update.wanted:
+            update.bring_state(optimizer)
+        update.take(optimizer, scaler, optimizers.scaled_step(scaler, optimizer))
     optimizers.check_dense(optimizer)
     state = kept_by(optimizer, lambda param: param)
     owned = tuple((log.allocation(value), value.untyped_storage().nbytes(), param) for value, param in state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...memory.device import Device
+from ...memory.host_pool import HostMemory
 from ...shared.errors import WorkloadError
 from ...shared.knobs import KNOBS
 from ...shared.knobs.update import brings_none
@@ -27,9 +28,11 @@ from . import checks, optimizers
 from .gradient_shares import GradientShares
 from .narrowed import Narrowed
 from .optimizer_state import Parked, Replicas, state_of
-from .parts import Modes, Parts, in_groups, note_steps, steps_before
+from .parts import AllModes, Parts, in_groups, note_steps, steps_before
+from .pieces import ASIDE, why_not
 from .rates import Course, Rates, named_rate
 from .sharing import Sharing
+from .state_aside import StateWaits
 
 RatesMemory = Mapping[str, dict[str, Any] | None]
 
@@ -52,6 +55,7 @@ class LiveModel:
         course: where training is in the schedule that the knobs name.
         sharing, shares: whether ranks share the state of the optimizer in use; what this one keeps of gradients then.
         narrowed: the weights that lie in bf16 instead of fp32.
+        waits: whether the state of the optimizer in use waits in host memory.
         parameters: what is trained, in the optimizer's order.
         scaler: fp16's loss scaling, one for the whole life of the workload, whose scale survives leaving fp16.
         settings: what it is under now. In the middle of a change that failed, they say what had been applied.
@@ -75,7 +79,7 @@ class LiveModel:
         for part in self.parts.named.values():
             checks.check_tensors(part)
             part.to(device.torch_device)
-        self._modes = [Modes(part) for part in self.parts.named.values()]
+        self.modes = AllModes(self.parts)
         self.own_optimizer: Optimizer | None = None
         self.own_rate = 0.0
         self.scheduler: LRScheduler | None = None
@@ -89,7 +93,8 @@ class LiveModel:
             self.settings = Settings(optimizer="own", learning_rate=self.own_rate)
         if self.scheduler:
             self.settings = self.settings.replace(lr_schedule=OWN)
-        self.recomputing = Recomputing(self.model, workload, here().local_size)
+        host = HostMemory(here().local_size)
+        self.recomputing = Recomputing(self.model, workload, host)
         self.optimizer: Optimizer = self.own_optimizer or self.built(self.parts.parameters(), self.settings)
         self.parts.join(self.own_optimizer, self.optimizer)
         self._ranks = ranks
@@ -99,7 +104,7 @@ class LiveModel:
         self._parked: tuple[str, Parked, Rates] | None = None  # used last, until a step was done with another one
         self._in_use: Settings | None = None  # while others are tried
         self.sharing, self.narrowed = Sharing(ranks, device.exempt), Narrowed(self.parts, device.exempt)
-        self.shares = GradientShares()
+        self.shares, self.waits = GradientShares(), StateWaits(host, device.exempt)
         self.parameters: list[Tensor] = in_groups(self.optimizer)
         self._known = {id(param): (weakref.ref(param), param.shape) for param in self.parts.parameters()}
         self.scaler = torch.amp.GradScaler(device.torch_device.type)
@@ -153,6 +158,7 @@ class LiveModel:
             before = parked[0] if parked else self.settings.optimizer
             if convert := optimizers.CONVERT.get((before, settings.optimizer)):
                 with self._device.exempt(), parked[1].restored() if parked else nullcontext(self.optimizer) as source:
+                    self.waits.bring(source)
                     convert(optimizer, dict(source.state), self.narrowed.ids)
             rates = Rates(optimizer, wanted, self.course.schedule)
         if parked is None and self.optimizer is not self.own_optimizer:
@@ -168,13 +174,11 @@ class LiveModel:
         The optimizer in use stays as it is: what it would be under the settings in question is only noted.
         """
         self._in_use = self.settings
-        with ExitStack() as stack:
-            for modes in self._modes:
-                stack.enter_context(modes.kept())
-            try:
+        try:
+            with self.modes.kept():
                 yield
-            finally:
-                self._in_use = None
+        finally:
+            self._in_use = None
 
     def optimizer_in_question(self) -> Optimizer:
         """Return the one that is tried; if it is not in use, without state and in its default implementation."""
@@ -200,7 +204,8 @@ class LiveModel:
             return False
         if self.settings.optimizer != self._in_use.optimizer:
             return self.optimizer is not self.own_optimizer
-        return self.sharing.wanted(self.settings) != self.sharing.wanted(self._in_use)
+        moves = self.settings.offload_optimizer != self._in_use.offload_optimizer
+        return moves or self.sharing.wanted(self.settings) != self.sharing.wanted(self._in_use)
 
     def set_optimizer_impl(self, name: str) -> None:
         """Let torch compute the optimizer's update in this way.
@@ -229,6 +234,13 @@ class LiveModel:
             name, parked, _ = self._parked or ("", None, None)
             held = (one for one in (self.own_optimizer, self.optimizer) if one)
             self.sharing.end(f"{self.settings.optimizer} {name}", held, parked)
+
+    def set_offload_optimizer(self, settings: Settings) -> None:
+        """Let the optimizer's state wait in host memory, or on the device; raises ``WorkloadError`` if it cannot."""
+        if self.waits.wanted(settings) and (problem := why_not(self.optimizer_in_question(), ASIDE)):
+            raise WorkloadError(problem)
+        if self._in_use is None:
+            self.waits.apply(settings, self.optimizer, self.own_optimizer)
 
     def set_learning_rate(self, settings: Settings) -> None:
         """Bring the optimizer's first group to the rate of these settings, and scale those of the others alike.
@@ -297,24 +309,11 @@ class LiveModel:
         """The rate that the knobs asked for last; a cell or the own scheduler may have set another one since."""
         return self._rates.asked
 
-    def resume_modes(self) -> None:
-        """Training goes on after cells may have run: an ``eval()`` of theirs is taken back."""
-        for modes in self._modes:
-            modes.restore()
-
-    def evaluating(self) -> list[str]:
-        """Names of the modules with which training goes on in evaluation mode, such as a frozen batch norm."""
-        theirs = set().union(*(modes.evaluating() for modes in self._modes))
-        return [name for name, module in self.parts.named_modules() if module in theirs]
-
-    def go_on_as(self, frozen: Collection[str], evaluating: Collection[str]) -> None:
-        """Freeze the weights of these names and no others, and put the modules of these names into evaluation mode."""
+    def freeze(self, frozen: Collection[str]) -> None:
+        """Freeze the weights of these names and no others."""
         for name, param in self.parts.named_parameters():
             if param.requires_grad == (name in frozen):
                 param.requires_grad_(name not in frozen)
-        theirs = {module for name, module in self.parts.named_modules() if name in evaluating}
-        for modes in self._modes:
-            modes.go_on_with(theirs)
 
     def rates_were_given(self) -> None:
         """All ranks have the rates of rank 0 now, whatever cells had set on some of them."""
@@ -379,6 +378,7 @@ class LiveModel:
         if self.sharing.joins(Settings()) and self.own_optimizer:  # the state of another one goes with it
             with self._device.exempt():
                 lost = self.sharing.hand_back(self.own_optimizer)
+        self.waits.apply(Settings(), self.optimizer, self.own_optimizer)
         self.narrowed.bring(False)
         if self._own_rates:
             self._own_rates.leave()

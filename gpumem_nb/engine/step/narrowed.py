@@ -26,7 +26,7 @@ from ...shared.settings import Settings
 from ..copies import host_copy, same
 from ..link.communicator import here
 from .parts import Parts
-from .rounding import Rounding, why_not
+from .pieces import BF16_WEIGHTS, why_not
 
 _STAY = (nn.RNNBase, nn.Bilinear, ParametrizationList)  # autocast does not bring all of their inputs to one type
 _NONE = (
@@ -143,14 +143,12 @@ class Narrowed:
 
     def check(self, optimizer: Callable[[], Optimizer]) -> None:
         """Refuse an optimizer that cannot update narrow weights, if there are some; raises ``WorkloadError``."""
-        if self._narrow and (problem := why_not(optimizer())):
+        if self._narrow and (problem := why_not(optimizer(), BF16_WEIGHTS)):
             raise WorkloadError(problem)
 
-    def rounding(self, optimizer: Optimizer, seed: int = 0, step: int = 0) -> Rounding | None:
-        """Return how this optimizer's next update of narrow weights is computed; ``None`` if there are none."""
-        if not self._narrow:
-            return None
-        return Rounding.of(filter(self._is_narrow, self._now()), optimizer, seed, step)
+    def weights(self) -> list[Tensor]:
+        """Return those that are narrow now."""
+        return list(filter(self._is_narrow, self._now()))
 
     def under(self, settings: Settings) -> Iterator[tuple[str, Tensor]]:
         """Yield what stands for each weight under these settings, without memory, and its name."""

@@ -28,7 +28,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 def has_batch_norm(live: LiveModel) -> bool:
     """Return whether the model takes statistics from micro-batches; a batch norm in evaluation mode does not."""
-    frozen = set(live.evaluating())
+    frozen = set(live.modes.evaluating())
     return any(isinstance(module, _BATCH_NORMS) and name not in frozen for name, module in live.parts.named_modules())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict
 from weakref import WeakKeyDictionary
@@ -25,6 +26,7 @@ from ..copies import Layout, host_copy
 from ..link.communicator import here
 from . import optimizers
 from .parts import Parts, in_groups
+from .state_aside import SMALL_BYTES, StateAside
 
 if TYPE_CHECKING:
     from .partition import Exchange, Partition
@@ -96,8 +98,12 @@ class Replicas:
             "numbers": optimizers.numbers_beside(self._optimizer),
         }
 
-    def scatter(self, whole: Whole) -> Callable[[], None]:
+    def scatter(self, whole: Whole, aside: StateAside | None = None) -> Callable[[], None]:
         """Make this rank's part of a whole state that all ranks have read; what is returned puts it in place.
+
+        Args:
+            whole: the state.
+            aside: where it shall wait; ``None``: on the device.
 
         Raises:
             StateFileError: it is of other groups of parameters.
@@ -107,8 +113,13 @@ class Replicas:
         if sizes != there:
             raise StateFileError(f"it is of groups of {there} parameters, and these are {sizes}")
         params = list(in_groups(self._optimizer))
-        parts = {params[index]: self._part(values, params[index], index) for index, values in whole["state"].items()}
-        state = {param: part for param, part in parts.items() if part is not None}
+        state = dict[Tensor, dict[str, Any]]()
+        for index, values in whole["state"].items():
+            param = params[index]
+            if (part := self._part(values, param, index)) is not None:
+                state[param] = part
+                if aside:
+                    aside.let_wait(part, param.device)
 
         def put() -> None:
             hold_as(self._optimizer, self)
@@ -195,7 +206,7 @@ class Parked:
 
     def _put_away(self) -> None:
         self._state = {
-            param: {name: _put_away(value) for name, value in values.items()}
+            param: {name: _put_away(value, param.device) for name, value in values.items()}
             for param, values in self.optimizer.state.items()
         }
         self.optimizer.state.clear()
@@ -215,10 +226,12 @@ class Parked:
             self._put_away()
 
 
-def _put_away(value: Any) -> Callable[[], Any]:
+def _put_away(value: Any, device: torch.device) -> Callable[[], Any]:
     if not isinstance(value, Tensor):
         return lambda: value
-    device, layout, content = value.device, Layout.of(value), host_copy(value)
+    layout, content = Layout.of(value), host_copy(value)
+    if value.nbytes > SMALL_BYTES:  # which is the device's, wherever it waits now
+        layout = replace(layout, on_host=False)
     return lambda: layout.made(device).copy_(content)
 
 

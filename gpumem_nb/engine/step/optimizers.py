@@ -13,7 +13,8 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from ...internals import bitsandbytes_internals
 from ...internals.fake_internals import modes_set_aside
-from ...internals.torch_internals import found_by_others, has_step_hooks, keep_scale_from
+from ...internals.scaler_internals import found_by_others, may_step_again
+from ...internals.torch_internals import has_step_hooks, keep_scale_from
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from ...shared.knobs.update import NO_8_BIT, NO_MUON, no_matrices
@@ -270,6 +271,18 @@ def put_state(optimizer: Optimizer, state: dict[Any, Any], groups: list[dict[str
     optimizer.state.update(filled)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: value for name, value in saved.items() if name != "params"})
+
+
+def scaled_step(scaler: GradScaler | None, optimizer: Optimizer) -> Callable[[], Any]:
+    """Return an optimizer's step as a scaler, which has unscaled the gradients, takes it any number of times."""
+    if scaler is None:
+        return optimizer.step
+
+    def step() -> Any:
+        may_step_again(scaler, optimizer)
+        return scaler.step(optimizer)
+
+    return step
 
 
 Updating = Callable[[Mapping[int, Tensor] | None], AbstractContextManager[None]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -147,6 +147,37 @@ class Modes:
 
     def _taken(self) -> dict[nn.Module, bool]:
         return {module: module.training for module in self._root.modules()}
+
+
+class AllModes:
+    """The modes of a model and of what is trained besides it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._of = parts, [Modes(part) for part in parts.named.values()]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards they are those that cells had left."""
+        with ExitStack() as stack:
+            for modes in self._of:
+                stack.enter_context(modes.kept())
+            yield
+
+    def resume(self) -> None:
+        """Training goes on after cells may have run: an ``eval()`` of theirs is taken back."""
+        for modes in self._of:
+            modes.restore()
+
+    def evaluating(self) -> list[str]:
+        """Names of the modules with which training goes on in evaluation mode, such as a frozen batch norm."""
+        theirs = set().union(*(modes.evaluating() for modes in self._of))
+        return [name for name, module in self._parts.named_modules() if module in theirs]
+
+    def go_on_as(self, evaluating: Collection[str]) -> None:
+        """Put the modules of these names into evaluation mode, and all others into training mode."""
+        theirs = {module for name, module in self._parts.named_modules() if name in evaluating}
+        for modes in self._of:
+            modes.go_on_with(theirs)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from .live_model import LiveModel
 from .optimizer_state import state_of
 from .partition import Exchange
 from .parts import in_groups
-from .rounding import rounded
+from .pieces import by_pieces, pieces_of
 from .samples import Looks, Outcome
 from .step_clock import UNDOING, StepClock
 from .step_items import StepItems
@@ -209,6 +209,7 @@ class Stepper:
         try:
             here().check()
             self.enter(UNDOING)
+            self._live.waits.put_away(self._live.optimizer)
             copy = not (order.trial or order.proven)
             weights = self._written.before(
                 optimizers.may_write(self._live.optimizer), self._live.parts.parameters(), copy
@@ -366,8 +367,8 @@ class Stepper:
         settings, optimizer = self._live.settings, self._live.optimizer
         scaler, form = self._live.scaler if settings.precision == "fp16" else None, state_of(optimizer)
         rows, norms = self._live.shares.of(in_groups(optimizer))
-        step = (lambda: scaler.step(optimizer)) if scaler else optimizer.step
-        step = rounded(self._live.narrowed.rounding(optimizer, self._stream.seed, self._done), optimizer, step)
+        pieces = pieces_of(self._live, optimizer, self._stream.seed, self._done)
+        step = by_pieces(pieces, optimizer, optimizers.scaled_step(scaler, optimizer))
         how = optimizer, scaler, settings.clip_norm, step, form.updating
         self._scales = optimizers.update_share(*how, rows, norms)
         if Recorder.current:
@@ -391,8 +392,7 @@ class Stepper:
         reading = self._device.reading()
         if Recorder.current and not discarded:
             self.record = Recorder.current.end()
-        host, limit = self._live.recomputing.host_bytes
-        ledger = replace(self.record.ledger(), host_bytes=host, host_limit_bytes=limit) if self.record else None
+        ledger = replace(self.record.ledger(), **self._live.recomputing.host_bytes._asdict()) if self.record else None
         reduction = self.voting.reduction
         took = self._clock.end(reduction.transfers)
         scales, squares = (None, None) if discarded else (self._scales, self.voting.squares)

@@ -327,7 +327,7 @@ class Trainer:
         try:
             chunk.settings.check_together(self.stream.size)  # a state may come from another number of ranks
             if chunk.steps:
-                self.live.resume_modes()
+                self.live.modes.resume()
             self.stream.load_with(chunk.settings)
             if chunk.settings_id == self._settings_id and not chunk.trial:
                 return None

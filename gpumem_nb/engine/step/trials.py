@@ -38,7 +38,7 @@ from .optimizers import is_torchs
 from .samples import Outcome
 from .step import Stepper
 from .step_clock import StepTimings
-from .update_times import state_bytes
+from .update_times import leaving_bytes
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -131,8 +131,7 @@ class Trial:
         if trace and live.state_would_leave:
             trace = trace.without_state()
         if trace:
-            waited, may_wait = live.recomputing.host_bytes
-            trace = replace(trace, host_bytes=waited, host_limit_bytes=may_wait)
+            trace = replace(trace, **live.waits.use(live.settings, live.optimizer_in_question())._asdict())
         failure = beside_what_would_leave(outcome.failure, live, device)
         return cls(failure, trace, stepper.work_s, stepper.data_s, outcome.timings, stepper.not_foreseen)
 
@@ -141,7 +140,7 @@ def beside_what_would_leave(failure: Failure | None, live: LiveModel, device: De
     """Return a failure of a trial; of a GPU without room, that it says nothing of what fits, if state would leave."""
     if failure is None or failure.kind != "oom" or device.kind != "cuda" or not live.state_would_leave:
         return failure
-    if (failure.asked_bytes or 0) - (failure.free_bytes or 0) > state_bytes(live):
+    if (failure.asked_bytes or 0) - (failure.free_bytes or 0) > leaving_bytes(live):
         return failure
     words = "the step ran out of memory beside the optimizer's state in use, which would leave with that optimizer"
     return replace(failure, kind="error", message=words)
@@ -154,7 +153,7 @@ def room_of_state_that_leaves(live: LiveModel, device: Device) -> Iterator[None]
     if device.kind == "cuda" or limit is None or not live.state_would_leave:
         yield
         return
-    device.set_limit(limit + state_bytes(live))
+    device.set_limit(limit + leaving_bytes(live))
     try:
         yield
     finally:

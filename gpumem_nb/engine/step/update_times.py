@@ -62,8 +62,14 @@ def state_bytes(live: LiveModel) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(list(live.optimizer.state.values())))
 
 
+def leaving_bytes(live: LiveModel) -> int:
+    """Return how many of these are on the device, as what waits in host memory is not."""
+    return max(0, state_bytes(live) - live.recomputing.host_bytes.host_state_bytes)
+
+
 def _kind(settings: Settings) -> tuple[object, ...]:
     """Return what the time of an update depends on."""
     how = settings.precision == "fp16", has_narrow_weights(settings)
     clipped = settings.clip_norm is not None
-    return settings.optimizer, settings.optimizer_impl, settings.shard_optimizer, clipped, how
+    where = settings.shard_optimizer, settings.offload_optimizer
+    return settings.optimizer, settings.optimizer_impl, *where, clipped, how

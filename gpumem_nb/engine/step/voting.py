@@ -24,6 +24,7 @@ from .gradients import FiniteCheck, GradientsHad, is_measured
 from .live_model import LiveModel
 from .optimizer_state import state_of
 from .parts import in_groups
+from .pieces import pieces_of
 from .reduction import GradientReduction
 
 if TYPE_CHECKING:
@@ -244,8 +245,8 @@ class Voting:
         room = self._device.room()
         if room is None:
             return True
-        rounding = self._live.narrowed.rounding(self._live.optimizer)
-        copies = rounding.room(self._live.optimizer) if rounding else 0
+        pieces = pieces_of(self._live, self._live.optimizer)
+        copies = pieces.room(self._live.optimizer) if pieces else 0
         if room >= copies + optimizers.update_bytes(self._live.optimizer, self.reduction.nbytes):
             return False
         # What is cached is room as well. Asked for only when it matters, because it takes a look at all blocks.

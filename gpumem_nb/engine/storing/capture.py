@@ -179,7 +179,7 @@ def _shared_part(trainer: Trainer) -> dict[str, Any]:
         "schedule_steps_done": trainer.live.course.done,
         "rates": trainer.live.rates_memory,
         "frozen": [name for name, param in trainer.live.parts.named_parameters() if not param.requires_grad],
-        "evaluating": trainer.live.evaluating(),
+        "evaluating": trainer.live.modes.evaluating(),
     }
 
 

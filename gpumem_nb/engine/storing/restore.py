@@ -18,12 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...internals.torch_internals import CHAINED
 from ...memory.device import Device
 from ...shared import state_file
-from ...shared.errors import StateFileError, text_of
+from ...shared.errors import StateFileError, WorkloadError, text_of
 from ...shared.settings import Settings
 from ..copies import overwrite
 from ..link.communicator import here
 from ..random_state import OwnNumbers
-from ..step.optimizer_state import extra_states
+from ..step.optimizer_state import Whole, extra_states
 from ..step.rates import Course
 from ..step.trainer import Trainer
 from .capture import from_bytes, gather, opened_random, plain
@@ -67,6 +67,7 @@ class Checked:
         self._random, random = OwnNumbers(self.header.seed, rank), opened_random(own["random"])
         if rank < self.header.ranks:  # others were not there then
             self._random.go_on_from(random)
+        self._aside = trainer.live.waits.under(self.settings)  # whose host memory is used until training goes on
         self._optimizer = self._rebuilt(path, trainer, payload)
         own_optimizer, saved = trainer.live.own_optimizer, payload["own_optimizer"]
         self._put_own_state: Callable[[], None] | None = None
@@ -100,7 +101,8 @@ class Checked:
         trainer.live.narrowed.follow(self.settings)
         frozen, evaluating = self._trained_as
         if after_restart and frozen is not None and evaluating is not None:
-            trainer.live.go_on_as(frozen, evaluating)
+            trainer.live.freeze(frozen)
+            trainer.live.modes.go_on_as(evaluating)
         for name, param in trainer.live.parts.named_parameters():
             overwrite(param, self._parameters[name])
         for name, buffer in trainer.live.parts.named_buffers():
@@ -112,6 +114,7 @@ class Checked:
         trainer.stream.seed = self.header.seed
         trainer.go_on_from(self.header.steps, self.settings, self._optimizer, self._course, self._rates)
         trainer.random = self._random
+        trainer.live.waits.aside = self._aside or trainer.live.waits.aside
 
     def _run_own_code(self) -> None:
         """Let modules and scheduler take back their states by their own code, on all ranks or on none."""
@@ -156,9 +159,12 @@ class Checked:
         numbers = saved.get("numbers", {})  # earlier versions did not write them
         try:
             form = trainer.live.sharing.form(optimizer, self.settings)
-            return form.scatter({"state": saved["state"], "groups": saved["groups"], "numbers": numbers})
+            whole: Whole = {"state": saved["state"], "groups": saved["groups"], "numbers": numbers}
+            return form.scatter(whole, self._aside)
         except StateFileError as error:
             raise StateFileError(f"{what}, but {error}. {load}") from None
+        except WorkloadError as error:
+            raise StateFileError(f"{path} cannot be resumed: {error}") from None
 
 
 def _scheduler_state(path: Path, scheduler: LRScheduler | None, saved: dict[str, Any] | None) -> dict[str, Any] | None:

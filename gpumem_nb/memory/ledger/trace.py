@@ -44,7 +44,8 @@ class Trace:
         layout: where everything lay when the step began (:class:`.events.Base`), and ``held_foreign_bytes`` of it of
             other threads.
         allocator: how the caching allocator was set.
-        host_bytes: what waited in host memory at most, of ``host_limit_bytes`` that may.
+        host_bytes: what waited in host memory at most, of ``host_limit_bytes`` that may; ``host_state_bytes`` of it are
+            the optimizer's state.
     """
 
     batch_size: int
@@ -67,6 +68,7 @@ class Trace:
     allocator: AllocatorSettings
     host_bytes: int = 0
     host_limit_bytes: int = 0
+    host_state_bytes: int = 0
 
     @property
     def change(self) -> Ints:

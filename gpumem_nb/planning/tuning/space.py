@@ -21,7 +21,16 @@ SPLIT = (BATCH_SIZE.name, ACCUMULATION_STEPS.name)
 """Knobs that change together only, because their product is the samples of a step on one rank."""
 TUNED = ("precision", "checkpointing", *SPLIT, "optimizer_impl")
 """The knobs that are tuned if none are named."""
-TUNABLE = (*TUNED, "loss_head", "compile", "offload_activations", "optimizer", "shard_optimizer", "shard_gradients")
+TUNABLE = (
+    *TUNED,
+    "loss_head",
+    "compile",
+    "offload_activations",
+    "offload_optimizer",
+    "optimizer",
+    "shard_optimizer",
+    "shard_gradients",
+)
 """What a few steps that are undone can tell of; autotune takes care of how gradients travel."""
 _ONLY_VALUE = {
     "checkpointing": "the model has no blocks to compute again (Workload(blocks=...) would name some)",

@@ -14,7 +14,7 @@ from ..values import TAKEN
 from .communication import COMMUNICATION_KNOBS
 from .knob import CHANGES, KEEPS, KEEPS_TO_ROUNDING, Knob, LiveModel, Need
 from .loading import NUM_WORKERS, ON_BAD_SAMPLE, PIN_MEMORY, PREFETCH_FACTOR
-from .shards import SHARD_GRADIENTS, SHARD_OPTIMIZER
+from .shards import OFFLOAD_OPTIMIZER, SHARD_GRADIENTS, SHARD_OPTIMIZER
 from .step import (
     ACCUMULATION_STEPS,
     ACTIVATION_BUDGET,
@@ -107,6 +107,7 @@ for _knob in (
     OPTIMIZER_IMPL,
     SHARD_OPTIMIZER,
     SHARD_GRADIENTS,
+    OFFLOAD_OPTIMIZER,
     LR_SCALING,
     REFERENCE_BATCH,
     WARMUP_STEPS,

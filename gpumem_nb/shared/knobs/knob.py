@@ -48,6 +48,9 @@ class LiveModel(Protocol):
     def set_shard_optimizer(self, settings: Settings) -> None:
         """Keep all of the optimizer's state, or a share of it."""
 
+    def set_offload_optimizer(self, settings: Settings) -> None:
+        """Let the optimizer's state wait in host memory, or have it on the device."""
+
     def set_learning_rate(self, settings: Settings) -> None:
         """Bring the rate to what these settings ask of it at this step, in all parameter groups alike."""
 

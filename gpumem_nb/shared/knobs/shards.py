@@ -1,4 +1,4 @@
-"""The knobs by which each rank keeps its share of what all ranks would hold alike: ZeRO stages 1 and 2."""
+"""The knobs that say where the optimizer's state is: shares of it on each rank (ZeRO 1 and 2), or host memory."""
 
 from __future__ import annotations
 
@@ -109,4 +109,31 @@ SHARD_GRADIENTS = Knob(
     saves="each rank keeps its share of the averaged gradients",
     exported=carried,
     left_out=lambda value, ddp: "every rank of a script keeps whole gradients" if value == "on" else "",
+)
+
+
+def _state_offloaded(need: Need) -> Iterator[Changes]:
+    name = need.settings.optimizer
+    able = need.tried_out if name == OWN else name != "sgd"  # which has no state
+    if need.handles.offloads and able and need.settings.offload_optimizer == "off":
+        yield {"offload_optimizer": "on"}
+
+
+OFFLOAD_OPTIMIZER = Knob(
+    "offload_optimizer",
+    "off",
+    "where the optimizer's state waits between updates: on the GPU, or in host memory",
+    choices=("off", "on"),
+    means={
+        "off": "on the GPU",
+        "on": "in host memory; a piece at a time is on the GPU for its update; the same weights, to the bit",
+    },
+    label="state offload",
+    short="state offload ",
+    moves={OPTIMIZER_STATE: MOST},
+    mathematics=KEEPS,
+    apply=lambda live, settings: live.set_offload_optimizer(settings),
+    lighter=_state_offloaded,
+    saves="the optimizer's state waits in host memory",
+    exported=carried,
 )
