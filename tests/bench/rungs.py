@@ -38,12 +38,13 @@ RUNGS: dict[str, dict[str, Any]] = {
     "optimizer=muon": {"optimizer": "muon"},
     "optimizer=adafactor": {"optimizer": "adafactor"},
     "offload_activations=on": {"offload_activations": "on"},
+    "offload_optimizer=on": {"offload_optimizer": "on"},
 }
 COMPILED: dict[str, dict[str, Any]] = {"compile=blocks": {"compile": "blocks"}}
 """Not among the pairs: each compiles for up to a minute."""
 SHARED: dict[str, dict[str, Any]] = {
     "shard_optimizer=on": {"shard_optimizer": "on"},
-    "shard_gradients=on": {"shard_gradients": "on", "bucket_mib": 1},
+    "shard_gradients=on": {"shard_optimizer": "on", "shard_gradients": "on", "bucket_mib": 1},
 }
 """Of two ranks."""
 PLAIN = {knob: KNOBS[knob].default for change in (RUNGS | COMPILED | SHARED).values() for knob in change} | {
