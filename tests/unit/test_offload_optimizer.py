@@ -305,3 +305,14 @@ def test_a_prediction_counts_what_would_wait_beside_the_device(
     run(one, OFF, 3, 1)
     monkeypatch.setattr(host_pool, "available_bytes", lambda: state)
     assert one.trials.forecast(settings, [2], [2], 0).of[0].host_is_short
+
+
+def test_what_a_person_keeps_beside_the_state_is_left_alone() -> None:
+    one = made()
+    run(one, OFF, 1, 2)
+    one.live.optimizer.state["note"] = {"steps": torch.ones(1000)}  # type: ignore[index]
+    on = one.run(Chunk(ON, 2, 1))
+    assert on.failure is not None
+    assert "keeps a state that belongs to no weight ('note')" in on.failure.message, "as without it"
+    del one.live.optimizer.state["note"]  # type: ignore[arg-type]
+    assert run(one, ON, 3, 2)

@@ -6,7 +6,7 @@ and comparing read them as any others, and so does a cell. Counts and other smal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,7 +40,7 @@ class StateAside:
         Raises:
             WorkloadError: host memory is short; what waits by then goes on waiting.
         """
-        for param, kept in optimizer.state.items():
+        for param, kept in _of_weights(optimizer):
             self.let_wait(kept, param.device)
 
     def let_wait(self, kept: dict[str, Any], device: torch.device) -> None:
@@ -53,7 +53,7 @@ class StateAside:
 
     def bring(self, optimizer: Optimizer) -> None:
         """Let none of a state wait."""
-        for param, kept in optimizer.state.items():
+        for param, kept in _of_weights(optimizer):
             for name, value in kept.items():
                 if _is_large(value) and (self.waits(value) or is_fake(value) or value.device != param.device):
                     kept[name] = Brought(value, param.device).used()
@@ -61,7 +61,7 @@ class StateAside:
     def renew(self, optimizer: Optimizer, waits: bool) -> None:
         """Let all of a state on trial wait, or none; what stays is made anew, as all of a state that comes."""
         self.put_away(optimizer) if waits else self.bring(optimizer)
-        for kept in optimizer.state.values():
+        for _, kept in _of_weights(optimizer):
             stays = ((name, value) for name, value in kept.items() if isinstance(value, Tensor))
             kept.update({name: value.clone() for name, value in stays if not _is_large(value)})
 
@@ -126,8 +126,8 @@ class StateWaits:
         others = now.host_bytes - now.host_state_bytes
         if aside is None or aside.pool is None:
             return HostUse(others, now.host_limit_bytes)
-        large = (value.nbytes for kept in optimizer.state.values() for value in kept.values() if _is_large(value))
-        state = sum(large)
+        values = (value for _, kept in _of_weights(optimizer) for value in kept.values())
+        state = sum(value.nbytes for value in values if _is_large(value))
         return HostUse(others + state, aside.pool.limit_bytes, state)
 
     def apply(self, settings: Settings, optimizer: Optimizer, own: Optimizer | None) -> None:
@@ -189,6 +189,13 @@ class Brought:
         if self.waiting.device != _META:
             copy_out(_bytes(value), _bytes(self.waiting))
         return True
+
+
+def _of_weights(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Yield what an optimizer remembers of each weight; a person may have put something else beside it."""
+    for param, kept in optimizer.state.items():
+        if isinstance(param, Tensor) and isinstance(kept, dict):
+            yield param, kept
 
 
 def _is_large(value: Any) -> bool:
