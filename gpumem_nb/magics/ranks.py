@@ -10,7 +10,7 @@ from IPython.core.magic_arguments import argument
 
 from ..install.environment import check
 from ..kernel.starting import DEVICES, LAUNCHERS
-from ..session import Session, current, start
+from ..session import Session, current, snapshots, start
 from ..shared.errors import InvalidInput, nearest
 from ..shared.units import is_variable
 from ..ui.cells import CellOutput, progress_bar, say
@@ -75,7 +75,15 @@ class RanksMagics(Magics):
     @magic()
     def hvd_stop(self, args: Namespace) -> None:
         """End all ranks and everything started with them."""
-        current().stop()
+        session = current()
+        session.stop()
+        said = ["The rank has ended." if session.size == 1 else f"All {session.size} ranks have ended."]
+        if session.history.steps:
+            said.append("%hvd_runs still shows what was measured.")
+        for one in snapshots().own[:1]:
+            kept = f"{one.workload} at step {one.steps:,} (age: {one.age})"
+            said.append(f"This notebook's newest snapshot has {kept}: %hvd_resume goes on from there.")
+        say("\n".join(said))
 
     @magic(read=intermixed)
     @argument("--sync", action="store_true", help="check instead that ranks hold the same and see different samples")

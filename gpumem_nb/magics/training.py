@@ -76,7 +76,11 @@ class TrainingMagics(Magics):
     @magic()
     def hvd_pause(self, args: Namespace) -> None:
         """Pause training after the steps under way."""
-        current().pause()
+        session = current()
+        played = session.playing
+        session.pause()
+        now = session.doing.rstrip(".")
+        say(f"{'' if played else 'Nothing was training. '}{now[:1].upper()}{now[1:]}.")
 
     @magic()
     def hvd_eval(self, args: Namespace) -> Any:

@@ -84,8 +84,13 @@ def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: 
     run(shell, "%hvd_set on_oom=revert stall_limit_s=30")
     run(shell, "%hvd_play")
     assert current().playing
+    capsys.readouterr()
     run(shell, "%hvd_pause")
     assert not current().playing
+    paused = f"Paused at step {current().history.steps}.\n"
+    assert capsys.readouterr().out == paused
+    run(shell, "%hvd_pause")
+    assert capsys.readouterr().out == f"Nothing was training. {paused}"
     assert run(shell, "%hvd_train 2").steps == 2
     assert set(run(shell, "%hvd_eval").metrics) == {"accuracy"}
     assert len(run(shell, "%hvd_runs")) >= 2
@@ -154,8 +159,10 @@ def test_saving_resuming_and_restarting_by_magic(
     assert [line["step"] for line in of_rank] == [1, 2, 3, 4, 5, 4, 5, 6, 6, 7]
     assert {line["run"] for line in logged} == {1}
     assert {"flip", "load"} <= {line["kind"] for line in logged if line["type"] == "event"}
-    run(shell, "%hvd_stop")
     capsys.readouterr()
+    run(shell, "%hvd_stop")
+    ended = r"All 2 ranks have ended\.\n%hvd_runs still shows .*\n.* has digits-resnet at step \d \(age: just now\): "
+    assert re.match(f"{ended}%hvd_resume goes on", capsys.readouterr().out)
     assert run(shell, "%hvd_resume") is current()  # where there are no ranks
     listed = r"this notebook +digits-resnet +\d +2 [^\n]*\n(?:.*\n)*resumed .*: step (\d), "
     said = re.search(listed, capsys.readouterr().out)
