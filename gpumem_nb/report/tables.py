@@ -31,7 +31,11 @@ _LONG, _SHORT = 32, 16  # characters
 _WHOLE_WORDS = "word-break: normal; overflow-wrap: normal; hyphens: manual"
 _SCROLLS = f"overflow-x: auto; max-width: 100%; {_WHOLE_WORDS}"
 _NOTE_STYLE = f"color: var(--jp-ui-font-color2, inherit); margin: 4px 8px; {_SCROLLS}"
-_WORDS_STYLE = f"margin: 0; white-space: pre-wrap; {_SCROLLS}"
+# As JupyterLab shows the text of other outputs, which stand above and below.
+_WORDS_STYLE = (
+    "margin: 0; padding-left: 1ch; font-size: var(--jp-code-font-size, inherit); "
+    f"line-height: var(--jp-code-line-height, inherit); white-space: pre-wrap; {_SCROLLS}"
+)
 _COMMAND_STYLE = "white-space: nowrap"
 # In sentences, where a whole line is too narrow for a command, it takes several: what is out of sight is not read.
 _COMMAND_IN_WORDS_STYLE = "display: inline-block; max-width: 100%; box-sizing: border-box; white-space: pre-wrap"

@@ -22,6 +22,7 @@ import time
 rows = (SnapshotRow(Path("/home/somebody/.cache/gpumem_nb/snapshots/a-folder/001-000001200.state"), "text-gpt", 1200, 2,
                     time.time() - 7200, True, "01_quickstart.ipynb", True),)
 display(Snapshots(rows))
+print("Plain text.")
 say("Kept from before: checkpointing=blocks batch_size=8 accumulation_steps=2 (back with: %hvd_set checkpointing=none "
     "batch_size=32 accumulation_steps=1 precision=fp32). Everything else is unchanged.")
 display(gpumem_nb.check())
@@ -88,6 +89,18 @@ def test_words_and_commands_stay_whole(notebook: Notebook, width: int) -> None:
     )
     assert page.locator(".jp-OutputArea-output code").count() > 3
     assert page.evaluate(BROKEN) == []
+
+
+def test_words_stand_below_plain_text_as_it_does(notebook: Notebook) -> None:
+    looks = [
+        notebook.page.locator(".jp-OutputArea-output pre", has_text=words).first.evaluate(
+            "pre => { const range = document.createRange(); range.selectNodeContents(pre);"
+            " const { fontSize, lineHeight } = getComputedStyle(pre);"
+            " return [range.getClientRects()[0].left, fontSize, lineHeight]; }"
+        )
+        for words in ("Plain text.", "Kept from before")
+    ]
+    assert looks[0] == looks[1]
 
 
 def test_a_row_beside_many_columns_takes_few_lines(notebook: Notebook) -> None:
