@@ -99,14 +99,17 @@ class ProgressBar:
         self._meter.set_postfix_str(left, refresh=False)
         self._meter.refresh()
 
-    def end(self, failed: bool) -> None:
-        """Leave a line in place of the bar: how long the work took, or what was under way when it failed."""
+    def end(self, why: BaseException | None = None) -> None:
+        """Leave a line in place of the bar: how long the work took, or what was under way at an error, which is why."""
         self._meter.close()
         if self.elapsed_s < self._patience_s:
             return
         took = _duration(self.elapsed_s)
-        at = f", while {self._what}" if self._what else ""
-        self._stream.write(f"{self._title}: {f'failed after {took}{at}' if failed else f'done in {took}'}\n")
+        said = f"done in {took}"
+        if why is not None:
+            at = f" ({self._what})" if self._what else ""
+            said = f"{'interrupted' if isinstance(why, KeyboardInterrupt) else 'failed'} after {took}{at}"
+        self._stream.write(f"{self._title}: {said}\n")
         self._stream.flush()
 
 
@@ -115,10 +118,10 @@ def shown(bar: ProgressBar) -> Iterator[ProgressBar]:
     """End the bar with the block."""
     try:
         yield bar
-    except BaseException:
-        bar.end(failed=True)
+    except BaseException as why:
+        bar.end(why)
         raise
-    bar.end(failed=False)
+    bar.end()
 
 
 def text_bar(title: str, stream: TextIO, measured: bool = True, patience_s: float = 0.0) -> ProgressBar:

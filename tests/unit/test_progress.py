@@ -9,6 +9,7 @@ import pytest
 
 from gpumem_nb.install import long_step
 from gpumem_nb.report.progress_bar import left_in_words, left_s, shown, text_bar
+from gpumem_nb.shared.errors import Interrupted
 from tests.timing import HANG_S, until
 
 
@@ -67,15 +68,16 @@ def test_work_that_outlasts_the_patience_shows_what_is_waited_for_then() -> None
     assert log.getvalue().splitlines()[-1].startswith("Predicting: done in ")
 
 
-def test_a_failure_says_what_was_waited_for() -> None:
+@pytest.mark.parametrize(("why", "ended"), [(RuntimeError, "failed"), (Interrupted, "interrupted")])
+def test_a_failure_says_what_was_waited_for(why: type[BaseException], ended: str) -> None:
     log = io.StringIO()
     bar = text_bar("Starting ranks", log)
     bar("starting the controller", 0.1)
-    with pytest.raises(RuntimeError), shown(bar):
-        raise RuntimeError
+    with pytest.raises(why), shown(bar):
+        raise why
     last = log.getvalue().splitlines()[-1]
-    assert last.startswith("Starting ranks: failed after ")
-    assert last.endswith("while starting the controller")
+    assert last.startswith(f"Starting ranks: {ended} after ")
+    assert last.endswith(" (starting the controller)")
 
 
 def test_what_is_left_comes_from_the_usual_duration_until_the_pace_is_known() -> None:

@@ -38,7 +38,7 @@ class Laddering(AsksRanks):
         self._foreground.check_loaded()
         present, apply = self._training.settings, applying(self._training.settings)
         unchanged = Unchanged(self._history, lambda: self._training.settings)
-        progress("as it is", 0.0)
+        progress("the present settings", 0.0)
         now = self._predicting.predict({})
         splits, rungs, ended = self._predicting.splits(), list[Prediction](), ""
 

@@ -218,7 +218,7 @@ class Predicting(AsksRanks):
 
     def what_if(self, progress: Progress) -> WhatIf:
         """Every single flip from the present settings; those that cannot be used with what is loaded are left out."""
-        progress("as it is", 0.0)
+        progress("the present settings", 0.0)
         now, flips = self.predict({}), []
         wanted = [flip for _, flip in single_flips(now.settings, self._loaded())]
         for place, flip in enumerate(wanted):
