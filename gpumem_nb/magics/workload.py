@@ -116,13 +116,13 @@ class WorkloadMagics(Magics):
     def hvd_resume(self, args: Namespace) -> Any:
         """Go on from a saved state, on any number of ranks; where there are none, start them.
 
-        Without a path, list the automatic snapshots and go on from the newest one of this notebook.
+        Without a path, list the automatic snapshots of this notebook and go on from the newest one.
         """
         found = snapshots() if args.list or args.path is None else None
         if args.list:
             return found
         if found and found.own:
-            display(found)
+            display(found.of_this_notebook)
         with progress_bar("Resuming") as progress:
             resumed = resume(args.path, progress)
         say(resumed)

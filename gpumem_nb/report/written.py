@@ -222,14 +222,20 @@ class SnapshotRow:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Snapshots(Report):
-    """The automatic snapshots that can be resumed from, those of this notebook first."""
+    """The automatic snapshots that can be resumed from, those of this notebook first; ``others`` are counted alone."""
 
     rows: tuple[SnapshotRow, ...]
+    others: int = 0
 
     @property
     def own(self) -> tuple[SnapshotRow, ...]:
         """Those of this notebook, the newest first."""
         return tuple(row for row in self.rows if row.own)
+
+    @property
+    def of_this_notebook(self) -> Snapshots:
+        """Return these alone."""
+        return Snapshots(self.own, len(self.rows) - len(self.own))
 
     @property
     def shown(self) -> list[Table | str]:
@@ -242,7 +248,9 @@ class Snapshots(Report):
         )
         rows = [(row.of, row.workload, f"{row.steps:,}", f"{row.ranks}", row.age, str(row.path)) for row in self.rows]
         first = "%hvd_resume goes on from the first. " if self.own else ""
-        return [Table("", headings, tuple(rows), words), f"{first}To go on from another one: %hvd_resume PATH"]
+        others = f"Other notebooks have {self.others} more: %hvd_resume --list" if self.others else ""
+        said = [f"{first}To go on from another one: %hvd_resume PATH", *filter(None, [others])]
+        return [Table("", headings, tuple(rows), words), *said]
 
     @property
     def records(self) -> list[dict[str, Any]]:

@@ -240,6 +240,8 @@ def test_snapshots_are_listed_with_model_step_and_age() -> None:
     assert "goes on from the first" not in str(Snapshots((there,)))
     assert str(Snapshots((there,))).endswith("To go on from another one: %hvd_resume PATH")
     assert list(found.frame().steps) == [1200, 7]
+    assert "net" not in str(found.of_this_notebook)
+    assert str(found.of_this_notebook).endswith("Other notebooks have 1 more: %hvd_resume --list")
     assert str(Snapshots(())) == "There is no automatic snapshot."
 
 
