@@ -7,6 +7,7 @@
   control whose messages belong to a running cell waits for that cell. The kernel's own ``set_parent`` would also
   redirect what the running cell prints.
 - ``Kernel._allow_stdin``: whether the page that asked for what runs now could ask a person for input.
+- ``Kernel._shutdown_message``: the answer to the request to shut down, made before the kernel ends its children.
 - ``OutStream.set_thread_parent``: what a thread prints belongs to the request that it is told.
 - ``asyncio._set_running_loop``: the kernel answers requests inside of its event loop, and Python runs no other loop in
   the same thread meanwhile, unless it is told that none is running.
@@ -36,6 +37,12 @@ def request_under_way(shell: Any) -> Any:
 def for_a_person(kernel: Any) -> bool:
     """Return whether a person's page asked for what runs now, and no program that executes notebooks."""
     return bool(kernel._allow_stdin)
+
+
+def shuts_down() -> bool:
+    """Return whether this kernel was asked to shut down, so that what happens now is part of its end."""
+    kernel = getattr(shell_here(), "kernel", None)
+    return kernel is not None and kernel._shutdown_message is not None
 
 
 def leave_interrupts_alone(kernel: Any) -> None:

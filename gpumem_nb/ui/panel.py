@@ -13,6 +13,7 @@ import ipywidgets
 from IPython.core.getipython import get_ipython
 from IPython.display import display, update_display
 
+from ..internals.ipykernel_internals import shuts_down
 from ..planning.score import foretold
 from ..report.rescue import Rescue
 from ..shared.errors import GpumemError
@@ -197,6 +198,8 @@ class Panel:
                 ended = bool(session.ended)
                 self._refresh()
                 if ended:
+                    if shuts_down():  # JupyterLab sets this class when it starts a kernel again, not when it ends one
+                        self.view.add_class("jupyter-widgets-disconnected")
                     self._rest()
                     return
             pause_s = max(REFRESH_S, (time.thread_time() - began) / LARGEST_SHARE)

@@ -55,9 +55,17 @@ def test_a_panel_whose_kernel_is_gone_says_so_and_makes_room_for_the_next(notebo
     expect(dead).to_have_count(1)
     banner = dead.evaluate("panel => getComputedStyle(panel, '::before').content")
     assert "The kernel that drew this panel has ended" in banner
+    assert "%load_ext gpumem_nb" in banner, "without it there are no magics"
     assert not dead.locator(".gpumem-status").is_visible()
     notebook.run(0)
     notebook.run(1)
     expect(notebook.page.locator(f"{DOCKED} .gpumem-status")).to_contain_text("press Play")
     expect(dead).to_have_count(0)
     assert areas(notebook) == 2
+
+
+def test_a_panel_whose_kernel_is_shut_down_says_so_and_offers_no_restart(notebook: Notebook) -> None:
+    notebook.page.evaluate("jupyterapp.shell.currentWidget.sessionContext?.shutdown()")
+    dead = notebook.page.locator(f"{DOCKED}.jupyter-widgets-disconnected")
+    expect(dead).to_have_count(1)
+    assert not dead.get_by_role("button").first.is_visible()

@@ -281,6 +281,15 @@ def allow_stdin() -> None:
     must("_allow_stdin" in Kernel.class_own_traits(), "a page with a person cannot be told from a program")
 
 
+@checks("ipykernel", "Kernel._shutdown_message")
+def shutdown_message() -> None:
+    from ipykernel.kernelbase import Kernel
+
+    source = inspect.getsource(Kernel.shutdown_request)
+    made, ended = source.find("self._shutdown_message ="), source.find("_at_shutdown()")
+    must(Kernel._shutdown_message is None and 0 <= made < ended, "a kernel that ends cannot be told from others")
+
+
 @checks("ipykernel", "OutStream.set_thread_parent")
 def set_thread_parent() -> None:
     from ipykernel.iostream import OutStream
