@@ -138,6 +138,8 @@ class Ladder(Report):
             "Each rung comes on top of those above it, and frees most memory for the time that it costs. Change and "
             "mathematics are those of all rungs down to it, beside the present settings."
         )
+        if not any(one.samples_per_s for one in (self.now, *self.rungs)):
+            said.append("No rung was timed, as steps take too long: the order counts each as costing no time.")
         first = next((number for number, one in enumerate(self.rungs, 1) if fits(one)), None)
         if first and not fits(self.now):
             said.append(f"The first that fits is rung {first}: {self._command(first)}")

@@ -105,6 +105,10 @@ def test_it_says_what_each_rung_adds_and_what_to_type() -> None:
     assert "The first that fits is rung 2: %hvd_set precision=bf16 checkpointing=blocks\n" in said
     assert "Least memory, rung 3: %hvd_set precision=bf16 checkpointing=blocks optimizer=sgd" in said
     assert "−50 %" in said
+    assert "timed" not in said
+    assert "No rung was timed, as steps take too long" in str(
+        ladder(needs(PRESENT, 400, None), needs(BLOCKS, 200, None))
+    )
     assert "frees 2 % of the live peak" in str(ladder())
     figure = ladder_figure(found)
     assert list(figure.data[0].text) == ["0", "1", "2 ≠", "3 ≠"]
