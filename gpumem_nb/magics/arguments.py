@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any
@@ -22,6 +23,8 @@ from ..ui.cells import for_eyes
 from ..workloads.catalog import CATALOG
 
 _UNKNOWN = "unrecognized arguments: "
+_NO_NUMBER = re.compile(r"argument (.*): invalid (int|float) value: (.*)", re.DOTALL)
+_NUMBERS = {"int": "a whole number, such as 4", "float": "a number, such as 60"}
 Read = Callable[[Callable[..., Any], str], argparse.Namespace]
 
 
@@ -77,7 +80,9 @@ def _read(read: Read, magic: Callable[..., Any], line: str) -> argparse.Namespac
 
 
 def _with_what_is_allowed(message: str, name: str, magics: Magics) -> str:
-    """Return argparse's message about unknown words, with the options there are."""
+    """Return argparse's message about a number, or about unknown words with the options there are."""
+    if number := _NO_NUMBER.fullmatch(message):
+        return f"{number[1]} must be {_NUMBERS[number[2]]} (got {number[3]})"
     said, _, words = message.partition(_UNKNOWN)
     if said or not words:
         return message
@@ -88,12 +93,18 @@ def _with_what_is_allowed(message: str, name: str, magics: Magics) -> str:
     return f"{message} ({allowed}; help: {sign}{name}?)"
 
 
-def pair(text: str) -> tuple[str, str]:
-    """``name=value`` as a pair, for argparse."""
-    name, equals, value = text.partition("=")
-    if not equals or not name or not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value, such as batch_size=16")
-    return name, unquoted(value)
+class Pair:
+    """The type of an argument of the form ``name=value``, such as ``example``."""
+
+    def __init__(self, example: str) -> None:
+        self._example = example
+
+    def __call__(self, text: str) -> tuple[str, str]:
+        """Return name and value, as argparse asks of a type."""
+        name, equals, value = text.partition("=")
+        if not equals or not name or not value:
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value, such as {self._example}")
+        return name, unquoted(value)
 
 
 def pairs(args: Any) -> dict[str, str]:

@@ -21,7 +21,7 @@ from ..session import Session, current
 from ..shared.answers import Progress
 from ..shared.errors import GpumemError, InvalidInput, NoSession
 from ..ui.cells import progress_bar, say
-from .arguments import Offered, intermixed, magic, pair, shell_of
+from .arguments import Offered, Pair, intermixed, magic, shell_of
 from .waiting import asked, patient
 
 Found = TypeVar("Found")
@@ -30,7 +30,7 @@ _OF_COLD = ("gpu", "memory", "ranks")  # flags that make no sense for the ranks 
 
 def _name_or_pair(text: str) -> str | tuple[str, str]:
     """Return a name, or ``name=value`` as a pair."""
-    return pair(text) if "=" in text else text
+    return Pair("batch_size=16")(text) if "=" in text else text
 
 
 def _goes_on(entry: tuple[str, str]) -> bool:

@@ -14,7 +14,7 @@ from ..session import Session, current, snapshots, start
 from ..shared.errors import InvalidInput, nearest
 from ..shared.units import is_variable
 from ..ui.cells import CellOutput, progress_bar, say
-from .arguments import Offered, intermixed, magic, pair, pairs, shell_of
+from .arguments import Offered, Pair, intermixed, magic, pairs, shell_of
 from .waiting import asked, patient
 
 
@@ -91,7 +91,7 @@ class RanksMagics(Magics):
     @argument(
         "pairs",
         nargs="*",
-        type=pair,
+        type=Pair("model=net"),
         metavar="name=variable",
         help="with --sync, of a loop of your own: model=net, and data=loader",
     )

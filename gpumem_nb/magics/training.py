@@ -17,7 +17,7 @@ from ..session import current, latest
 from ..shared.errors import InvalidInput
 from ..shared.knobs import KNOBS
 from ..ui.cells import progress_bar, say
-from .arguments import Offered, magic, pair, pairs, plain, words_of
+from .arguments import Offered, Pair, magic, pairs, plain, words_of
 from .waiting import asked
 
 
@@ -34,7 +34,13 @@ class TrainingMagics(Magics):
     """Training and its knobs."""
 
     @magic()
-    @argument("pairs", nargs="*", type=pair, metavar="knob=value", help="knobs to change; without any, show them all")
+    @argument(
+        "pairs",
+        nargs="*",
+        type=Pair("batch_size=16"),
+        metavar="knob=value",
+        help="knobs to change; without any, show them all",
+    )
     def hvd_set(self, args: Namespace) -> None:
         """Change knobs of the live model, also while it trains, and what the session does by itself (on_oom=shrink)."""
         session = current()

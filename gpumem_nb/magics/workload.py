@@ -14,7 +14,7 @@ from ..session import Session, current, resume, snapshots
 from ..shared.errors import InvalidInput
 from ..shared.workload import Workload
 from ..ui.cells import progress_bar, say
-from .arguments import ROLES, magic, pair, pairs, shell_of
+from .arguments import ROLES, Pair, magic, pairs, shell_of
 from .waiting import asked
 
 
@@ -28,7 +28,7 @@ class WorkloadMagics(Magics):
         "pairs",
         nargs="*",
         default=(),
-        type=pair,
+        type=Pair("width=8"),
         metavar="key=value",
         help="seed=, and options of a ready-made workload",
     )
@@ -44,7 +44,7 @@ class WorkloadMagics(Magics):
     @argument(
         "pairs",
         nargs="+",
-        type=pair,
+        type=Pair("model=net"),
         metavar="role=variable",
         help="model= and data=, optionally loss=, optimizer=, scheduler=, eval_data= and metric=; or trainer=, which "
         "brings these; and seed=NUMBER",

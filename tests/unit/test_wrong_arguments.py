@@ -108,6 +108,21 @@ def test_a_quotation_mark_that_is_not_closed_is_misuse(name: str) -> None:
         _magic(name)("'a b")
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "sentence"),
+    [
+        ("hvd_attach", "net", "'net' is not of the form name=value, such as model=net"),
+        ("hvd_load", "digits-resnet 8", "'8' is not of the form name=value, such as width=8"),
+        ("hvd_set", "bf16", "'bf16' is not of the form name=value, such as batch_size=16"),
+        ("hvd_train", "many", r"steps must be a whole number, such as 4 \(got 'many'\)"),
+        ("hvd_tune", "--seconds long", r"--seconds must be a number, such as 60 \(got 'long'\)"),
+    ],
+)
+def test_what_a_magic_cannot_read_is_told_with_what_it_can(name: str, line: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=f"{sentence}$"):
+        _magic(name)(line)
+
+
 def test_what_is_missing_is_named_and_no_more() -> None:
     with pytest.raises(UsageError, match=r"required: name$"):
         _magic("hvd_load")("")
