@@ -87,9 +87,18 @@ class Ladder(Report):
         if (place := as_whole(rung, 0, len(self.rungs))) is None:
             allowed = f"a number from 1 to {len(self.rungs)}" if self.rungs else "0, the present settings, alone"
             raise InvalidInput(f"rung={rung!r} cannot be taken: write {allowed}.")
-        present, after = self.now.settings, (self.now, *self.rungs)[place].settings
-        moved = {name: None for one in self.rungs for name in one.settings.changed_from(present)}
-        self._set({name: getattr(after, name) for name in moved})
+        self._set(self._knobs((self.now, *self.rungs)[place].settings))
+
+    def taken(self, settings: Settings) -> int | None:
+        """Return which rung these settings are, whatever else they set; ``None`` where they are none."""
+        knobs = self._knobs(settings)
+        all_of_them = enumerate((self.now, *self.rungs))
+        return next((number for number, one in all_of_them if self._knobs(one.settings) == knobs), None)
+
+    def _knobs(self, settings: Settings) -> dict[str, Any]:
+        """Return what these settings have of the knobs that some rung moves."""
+        moved = {name: None for one in self.rungs for name in one.settings.changed_from(self.now.settings)}
+        return {name: getattr(settings, name) for name in moved}
 
     @property
     def records(self) -> list[dict[str, Any]]:

@@ -152,6 +152,7 @@ class SearchView:
         self._top.layout.display = self._found.layout.display = "" if self.is_open else "none"
         self._form.layout.display = "" if self.is_open and self._options.value else "none"
         self.widget.layout.display = "" if self.is_open or self._said.html else "none"
+        (self.widget.add_class if self.is_open else self.widget.remove_class)("gpumem-open")
 
     def _unfold(self, _: object) -> None:
         self._fold()

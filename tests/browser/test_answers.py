@@ -86,7 +86,7 @@ def test_a_search_can_be_stopped_and_a_cell_of_the_map_is_applied(lab: Lab, chro
         panel.ask("What fits")
         expect(panel.said.last).to_contain_text(re.compile("bf16|fp16"))  # by then those of fp32 are known
         page.locator(".gpumem-said:visible").last.get_by_role("button", name="Stop").click()
-        cell = page.locator(".gpumem-fits-map").get_by_role("button").nth(1)
+        cell = page.locator(".gpumem-fits-map button[title*='checkpointing=blocks ']").first
         cell.wait_for()
         largest = int(cell.inner_text().split("\n")[0].rstrip("*"))
         cell.click()
@@ -100,6 +100,43 @@ def test_a_search_can_be_stopped_and_a_cell_of_the_map_is_applied(lab: Lab, chro
         knob, value = rung.inner_text().removeprefix("1: ").split()[0].split("=")
         rung.click()
         panel.notebook.until(f"str(s.settings.{knob}) == '{value}'")
+    finally:
+        panel.notebook.evaluate("s.stop()")
+        panel.notebook.close()
+
+
+# Climbing takes minutes where blocks have to be compiled for it.
+CLIMBED = """
+from gpumem_nb.planning.ladder import Ladder
+s.train(1)
+rungs = [s.predict(**knobs) for knobs in ({}, {"checkpointing": "blocks"}, {"checkpointing": "sqrt"})]
+found = Ladder(rungs[0], tuple(rungs[1:]), s.splits, 12, "", lambda knobs: s.set(**knobs))
+s.ladder = lambda **options: found
+"""
+
+
+@pytest.mark.full
+def test_the_rung_in_force_is_marked_and_the_next_one_stays_where_it_is(lab: Lab, chrome: Any) -> None:
+    start = f"s = gm.start(2, device='cpu', memory_limit='{LIMIT_MIB}MiB')"
+    panel = open_panel(lab, chrome, "rungs.ipynb", start, CLIMBED)
+    try:
+        panel.notebook.run(3)
+        panel.ask("Ladder")
+        rungs = panel.page.locator(".gpumem-ladder").get_by_role("button")
+        expect(rungs).to_have_count(3)
+        expect(rungs.nth(0).locator(".fa-check")).to_be_visible()
+        before = rungs.nth(2).bounding_box()
+        rungs.nth(1).click()
+        expect(panel.effect).to_contain_text("checkpointing none → blocks")
+        expect(rungs.nth(1).locator(".fa-check")).to_be_visible()
+        expect(rungs.locator(".fa-check")).to_have_count(1)
+        assert rungs.nth(2).bounding_box() == before
+        panel.ask("Ladder")
+        expect(rungs.nth(1)).to_be_hidden()
+        effect, filling = panel.effect.bounding_box(), panel.filling.bounding_box()
+        assert effect
+        assert filling
+        assert effect["y"] < filling["y"]
     finally:
         panel.notebook.evaluate("s.stop()")
         panel.notebook.close()

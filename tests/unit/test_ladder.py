@@ -18,7 +18,7 @@ from gpumem_nb.shared.errors import InvalidInput, NotThisTime, WorkloadError
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Splits, WorkloadInfo
 from gpumem_nb.ui.figures import ladder_figure
-from gpumem_nb.ui.ladder_view import ladder_view
+from gpumem_nb.ui.ladder_view import Rungs
 from tests.ledgers import MIB
 from tests.runs import history_of
 from tests.unit.test_doctor import prediction
@@ -134,14 +134,20 @@ def test_it_ends_with_how_much_larger_a_model_would_fit() -> None:
 
 def test_the_panel_has_a_button_for_each_rung() -> None:
     changed: list[Any] = []
-    view = ladder_view(ladder(ABOVE, needs(BLOCKS, 300), changed=changed), lambda action: action())
-    buttons = [one for one in view.children[0].children if hasattr(one, "click")]
+    rungs = Rungs(ladder(ABOVE, needs(BLOCKS, 300), changed=changed), lambda action: action())
+    grid, _ = rungs.widget.children
+    buttons = [one for one in grid.children if hasattr(one, "click")]
     assert [one.description for one in buttons] == ["0: as it is", "1: checkpointing=blocks"]
     for one in reversed(buttons):
         one.click()
     assert changed == [{"checkpointing": "blocks"}, {"checkpointing": "none"}]
-    said = [one.value for one in view.children[0].children if type(one).__name__ == "Label"]
+    said = [one.value for one in grid.children if type(one).__name__ == "Label"]
     assert said[3:] == ["mathematics", "400.0 MiB", "100", "keeps", "300.0 MiB", "100", "keeps"]
+    marks = []
+    for settings in (PRESENT, BLOCKS.replace(num_workers=2), PRESENT.replace(checkpointing="sqrt")):
+        rungs.follow(settings)
+        marks.append([one.icon for one in buttons])
+    assert marks == [["check", ""], ["", "check"], ["", ""]], "whatever else is set"
 
 
 class Ranks:
