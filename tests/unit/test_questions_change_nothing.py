@@ -26,6 +26,7 @@ from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.engine.step.trials import beside_what_would_leave
 from gpumem_nb.engine.undo.step_undo import UpdateUndo
 from gpumem_nb.memory.device import opened
+from gpumem_nb.memory.host_pool import HostUse
 from gpumem_nb.shared.forecast import Forecast
 from gpumem_nb.shared.messages import Chunk, Failure
 from gpumem_nb.shared.settings import Settings
@@ -233,7 +234,8 @@ def test_a_loss_that_draws_is_not_said_to_be_no_mean_over_samples(loss: Any, fou
 def test_on_a_gpu_what_runs_out_beside_state_that_would_leave_does_not_say_that_nothing_fits() -> None:
     def found(kind: str, leaves: bool, asked: int) -> str:
         state = {0: {"mean": torch.zeros(1000)}}
-        live: Any = SimpleNamespace(state_would_leave=leaves, optimizer=SimpleNamespace(state=state))
+        parts = {"optimizer": SimpleNamespace(state=state), "recomputing": SimpleNamespace(host_bytes=HostUse())}
+        live: Any = SimpleNamespace(state_would_leave=leaves, **parts)
         ran_out = Failure(0, "oom", "forward", "out of memory", asked_bytes=asked, free_bytes=100)
         device: Any = SimpleNamespace(kind=kind)
         failure = beside_what_would_leave(ran_out, live, device)

@@ -13,8 +13,8 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from ...internals import bitsandbytes_internals
 from ...internals.fake_internals import modes_set_aside
-from ...internals.scaler_internals import found_by_others, may_step_again
 from ...internals.torch_internals import has_step_hooks, keep_scale_from
+from ...internals.torch_scaler_internals import found_by_others, may_step_again
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from ...shared.knobs.update import NO_8_BIT, NO_MUON, no_matrices

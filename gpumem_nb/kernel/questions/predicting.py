@@ -77,10 +77,7 @@ class Predicting(AsksRanks):
         )
 
     def _by_whole_steps_alone(self, settings: Settings) -> Prediction | None:
-        """Return what whole steps need, where a small one would be of that size; ``None`` where they say too little.
-
-        They are recorded as well, so a small one before them would only take as long again.
-        """
+        """Return what whole steps need, where a small one would take as long; ``None`` where they say too little."""
         tried, size = self._history.now(), settings.batch_size
         known = tried and tried.samples_per_s and self._may_be_quick(settings)
         if not known or self._small([size]) != [size] or self._foreground.busy:
@@ -380,9 +377,8 @@ class Predicting(AsksRanks):
         return [most] if min(batch_sizes) == most else [most // 2, most]
 
     def _ask(self, settings: Settings, small: list[int], batch_sizes: list[int], most: int) -> list[Forecasts]:
-        answers: list[Forecasts] = self._foreground.call_alone(
-            "forecast", shortened(settings), small, batch_sizes, most, undone=True
-        )
+        asked = shortened(settings), small, batch_sizes, most
+        answers: list[Forecasts] = self._foreground.call_alone("forecast", *asked, undone=True)
         return answers
 
     def _ran_out(self, answers: list[Forecasts]) -> Forecasts | None:
@@ -390,10 +386,9 @@ class Predicting(AsksRanks):
         failed = [answer for answer in answers if answer.failure]
         for answer in failed:
             if answer.failure and answer.failure.kind != "oom":
-                raise (NotThisTime if answer.failure.kind in _PASSING else WorkloadError)(
-                    f"A step with batch_size={answer.failed_batch}, from which larger ones follow, failed: "
-                    f"{answer.failure.message}"
-                )
+                what = f"A step with batch_size={answer.failed_batch}, from which larger ones follow, failed"
+                kind = NotThisTime if answer.failure.kind in _PASSING else WorkloadError
+                raise kind(f"{what}: {answer.failure.message}")
         return failed[0] if failed else None
 
 
