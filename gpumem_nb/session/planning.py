@@ -118,7 +118,7 @@ class PredictsSettings:
             InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
             WorkloadError: as :meth:`predict`.
         """
-        return self._life.cluster.predicting.largest_batch(knobs)
+        return self._life.cluster.predicting.largest_fitting(knobs).size
 
     def largest(self, /, *, progress: Progress = lambda what, done: None, **knobs: Any) -> Largest:
         """Return the same with what it needs of which limit; as text it is a sentence.

@@ -88,7 +88,7 @@ class Session:
             check_alive=lambda: None,
             predict=predict,
             by_whole_steps=lambda settings: self.predicts(settings),
-            largest_batch=lambda changes: 999,
+            largest_fitting=lambda changes: SimpleNamespace(size=999),
             splits=lambda before, after: Splits(mean=True),
             known_splits=Splits(mean=True),
             allocators=lambda others: SimpleNamespace(others=self.growing),

@@ -179,7 +179,7 @@ class Doctoring(AsksRanks):
         if small_batch(evidence) is None:
             return evidence
         try:
-            largest: int | None = self._predicting.largest_batch({})
+            largest: int | None = self._predicting.largest_fitting({}).size
         except (InvalidInput, WorkloadError):
             largest = None
         return dataclasses.replace(evidence, largest_batch=largest)

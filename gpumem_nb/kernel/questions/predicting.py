@@ -255,10 +255,6 @@ class Predicting(AsksRanks):
         notes = tuple(dict.fromkeys(rank.note for rank in self._ranks if rank.note))
         return AllocatorWhatIf(found[0], tuple(found[1:]), varies, self._ranks[0].virtual, variable(), notes)
 
-    def largest_batch(self, knobs: dict[str, Any]) -> int:
-        """Return the size alone of :meth:`largest_fitting`."""
-        return self.largest_fitting(knobs).size
-
     def largest_fitting(self, knobs: dict[str, Any], progress: Progress = lambda what, done: None) -> Largest:
         """Return the largest micro-batch that fits every rank, error included, with these changes.
 
@@ -333,7 +329,7 @@ class Predicting(AsksRanks):
         """Return reserved bytes of the rank with least room by batch size; those that ran out are left out.
 
         Raises:
-            InvalidInput: as :meth:`largest_batch`.
+            InvalidInput: as :meth:`largest_fitting`.
             WorkloadError: as :meth:`predict`, and where not even small steps fit.
         """
         settings, most = self.of_any_batch(knobs)
