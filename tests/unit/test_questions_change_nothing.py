@@ -232,10 +232,10 @@ def test_a_loss_that_draws_is_not_said_to_be_no_mean_over_samples(loss: Any, fou
 
 
 def test_on_a_gpu_what_runs_out_beside_state_that_would_leave_does_not_say_that_nothing_fits() -> None:
-    def found(kind: str, leaves: bool, asked: int) -> str:
+    def found(kind: str, leaves: bool, asked: int, waiting: int = 0) -> str:
         state = {0: {"mean": torch.zeros(1000)}}
-        parts = {"optimizer": SimpleNamespace(state=state), "recomputing": SimpleNamespace(host_bytes=HostUse())}
-        live: Any = SimpleNamespace(state_would_leave=leaves, **parts)
+        host: Any = SimpleNamespace(host_bytes=HostUse(waiting, 2 * waiting, waiting))
+        live: Any = SimpleNamespace(state_would_leave=leaves, optimizer=SimpleNamespace(state=state), recomputing=host)
         ran_out = Failure(0, "oom", "forward", "out of memory", asked_bytes=asked, free_bytes=100)
         device: Any = SimpleNamespace(kind=kind)
         failure = beside_what_would_leave(ran_out, live, device)
@@ -243,7 +243,7 @@ def test_on_a_gpu_what_runs_out_beside_state_that_would_leave_does_not_say_that_
         return failure.kind
 
     assert found("cuda", True, 4000) == "error"
-    assert found("cuda", True, 5000) == "oom", "it would not fit then either"
+    assert found("cuda", True, 5000) == found("cuda", True, 4000, waiting=4000) == "oom", "it would not fit then either"
     assert found("cuda", False, 4000) == found("virtual", True, 4000) == "oom"
 
 

@@ -378,7 +378,7 @@ class LiveModel:
         if self.sharing.joins(Settings()) and self.own_optimizer:  # the state of another one goes with it
             with self._device.exempt():
                 lost = self.sharing.hand_back(self.own_optimizer)
-        self.waits.apply(Settings(), self.optimizer, self.own_optimizer)
+        self.waits.end(self.own_optimizer)
         self.narrowed.bring(False)
         if self._own_rates:
             self._own_rates.leave()

@@ -140,10 +140,15 @@ class StateWaits:
             if self.wanted(settings):
                 self.aside = self.under(settings)
                 self.put_away(optimizer)
-            elif self.aside:
-                for one in (optimizer, own):
-                    self.bring(one)
-                self.aside = None
+            else:
+                self.end(optimizer, own)
+
+    def end(self, *optimizers: Optimizer | None) -> None:
+        """Bring the state of these to the device; that of others goes."""
+        with self._exempt():
+            for one in optimizers:
+                self.bring(one)
+            self.aside = None
 
     def put_away(self, optimizer: Optimizer) -> None:
         """Let wait what came into the state since, from a cell, a file or another rank; raises ``WorkloadError``."""
