@@ -87,7 +87,9 @@ class Pieces:
                 param.grad = None  # what has none is left alone
             with torch.no_grad():
                 pieces = list(self._pieces(optimizer, params, gradients))
-                for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+                if not pieces:  # this rank's share may have none that got a gradient; hooks run all the same
+                    step()
+                for piece, following in zip(pieces, [*pieces[1:], None], strict=False):
                     piece.fetch()
                     if following:
                         following.fetch()  # while this one is updated
