@@ -226,6 +226,28 @@ def test_the_optimizer_is_flipped_as_without_it(flips: tuple[str, ...], steps: i
     assert same(found[0][1], found[1][1])
 
 
+class Mixed(Net):
+    """A net with one weight that is in bf16 from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Parameter(torch.randn(48, 48, dtype=torch.bfloat16))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found = super().forward(rows)
+        return found + (found.bfloat16() @ self.short).float() / 8
+
+
+def test_adafactor_takes_the_smallest_difference_of_the_first_weights_type_for_all() -> None:
+    found = []
+    for settings in (OFF, ON):
+        one = made(Mixed)
+        found.append((run(one, settings.replace(optimizer="adafactor"), 1, 4), bits(one.live.model)))
+        assert [group["eps"][0] for group in one.live.optimizer.param_groups] == [None]
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+
+
 def test_an_update_in_which_no_weight_has_a_gradient_runs_the_hooks_after_it() -> None:
     one, calls = made(optimizer=lambda params: SGD(params, lr=0.1, momentum=0.9)), list[int]()
     run(one, ON.replace(optimizer="own", learning_rate=0.1), 1, 1)

@@ -16,8 +16,8 @@ still.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +85,7 @@ class Pieces:
         try:
             for param in params:
                 param.grad = None  # what has none is left alone
-            with torch.no_grad():
+            with torch.no_grad(), _differences_of_first(optimizer, params, gradients, self.narrow):
                 pieces = list(self._pieces(optimizer, params, gradients))
                 if not pieces:  # this rank's share may have none that got a gradient; hooks run all the same
                     step()
@@ -342,6 +342,32 @@ class _Slice:
             aside.fill(kept[name], self.begin, value)
         else:
             in_memory_order(kept[name])[self.begin : self.end].copy_(value)
+
+
+@contextmanager
+def _differences_of_first(
+    optimizer: Optimizer, params: Sequence[Tensor], gradients: Sequence[Tensor | None], narrow: Collection[int]
+) -> Iterator[None]:
+    """Inside, each piece has what torch's Adafactor takes from the first weight of a group for all that follow it.
+
+    That is the smallest number that counts in the type of that weight, for groups that name none in ``eps``.
+    """
+    before = [group.get("eps") for group in optimizer.param_groups]
+    types = {
+        id(param): torch.float32 if place in narrow else param.dtype
+        for place, (param, gradient) in enumerate(zip(params, gradients, strict=True))
+        if gradient is not None
+    }
+    for group in optimizer.param_groups if type(optimizer) is Adafactor else ():
+        first = next((types[id(one)] for one in group["params"] if id(one) in types), None)
+        if first and group["eps"][0] is None:
+            group["eps"] = torch.finfo(first).eps, group["eps"][1]
+    try:
+        yield
+    finally:
+        for group, eps in zip(optimizer.param_groups, before, strict=True):
+            if "eps" in group:
+                group["eps"] = eps
 
 
 def _stepped(optimizer: Optimizer, stand_ins: Mapping[int, Tensor], step: Step) -> None:
