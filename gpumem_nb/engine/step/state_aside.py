@@ -136,15 +136,16 @@ class StateWaits:
         Raises:
             WorkloadError: host memory is short.
         """
+        if not self.wanted(settings):
+            return self.end(optimizer, own)
         with self._exempt():
-            if self.wanted(settings):
-                self.aside = self.under(settings)
-                self.put_away(optimizer)
-            else:
-                self.end(optimizer, own)
+            self.aside = self.under(settings)
+            self.put_away(optimizer)
 
     def end(self, *optimizers: Optimizer | None) -> None:
         """Bring the state of these to the device; that of others goes."""
+        if not self.aside:  # the device is asked for nothing
+            return
         with self._exempt():
             for one in optimizers:
                 self.bring(one)
