@@ -14,6 +14,7 @@ from gpumem_nb.shared.settings import Settings
 from tests import exported
 from tests.cluster.test_shards import FAILS, NO_ROOM, losses
 from tests.conftest import ranks, weights
+from tests.tiers import every, first_tier
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -45,7 +46,7 @@ def least_peak(run: Any) -> int:
 
 @pytest.mark.parametrize(
     "knobs",
-    [{}, {"precision": "fp16", "checkpointing": "blocks"}, {"accumulation_steps": 2}],
+    first_tier([{}, {"precision": "fp16", "checkpointing": "blocks"}, {"accumulation_steps": 2}], every(3)),
     ids=["fp32", "fp16", "twice"],
 )
 def test_a_live_model_is_flipped_both_ways_and_needs_what_was_predicted(
@@ -74,6 +75,7 @@ def test_a_live_model_is_flipped_both_ways_and_needs_what_was_predicted(
         assert peaks["off"] - peaks["on"] > 0.6 * 15 * LAYER / 2  # but for two buckets under way
 
 
+@pytest.mark.full
 def test_it_brings_shared_states_with_it_and_does_not_go_without(two_ranks: Session) -> None:
     session = loaded(two_ranks)
     session.set(shard_gradients="on")

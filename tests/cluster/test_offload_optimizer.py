@@ -138,6 +138,7 @@ for kept in optimizer.state.values():
 
 
 @pytest.mark.parametrize("shards", first_tier(["on", "off"], every(2)))
+@pytest.mark.full
 def test_it_is_resumed_and_exported(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, shards: str
 ) -> None:

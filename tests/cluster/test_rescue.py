@@ -216,6 +216,7 @@ def answering_late(session: Session) -> Iterator[None]:
 TOO_FEW = "single = torch.utils.data.TensorDataset(torch.zeros(1, 8))"
 
 
+@pytest.mark.full
 def test_a_rank_that_refuses_later_leaves_what_was_loaded_too(two_ranks: Session) -> None:
     session = prepared(two_ranks)
     session.run(TOO_FEW)

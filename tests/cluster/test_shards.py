@@ -158,6 +158,7 @@ def impatient(two_ranks: Session) -> Iterator[Session]:
     two_ranks.set(stall_limit_s=30)
 
 
+@pytest.mark.full
 def test_ranks_that_come_apart_while_weights_are_given_go_on_alike(impatient: Session) -> None:
     session = loaded(impatient, shard_optimizer="on")
     expected, fingerprint = losses(session, 6), weights(session)

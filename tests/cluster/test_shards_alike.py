@@ -109,6 +109,7 @@ def test_an_update_whose_vote_one_rank_lost_leaves_no_mixture_of_two_steps_unsai
     assert len(weights(session)) == 1
 
 
+@pytest.mark.full
 def test_what_ranks_take_to_give_each_other_weights_is_part_of_the_update_wherever_it_is_told(
     two_ranks: Session,
 ) -> None:

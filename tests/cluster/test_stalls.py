@@ -244,6 +244,7 @@ def test_whoever_waits_waits_for_one_slow_step_at_most(
     goes_on(session)
 
 
+@pytest.mark.full
 def test_a_stall_while_playing_pauses_and_is_told(impatient: Session) -> None:
     session = attach(impatient)
     session.set(stall_limit_s=6)  # long enough to be seen waiting, on a busy machine too

@@ -57,6 +57,7 @@ def same_weights(session: Session, plain: torch.nn.Module) -> list[str]:
     return sorted({name for ours in found for name, param in ours.items() if not torch.equal(param, named[name])})
 
 
+@pytest.mark.full
 def test_tokens_are_averaged_over_all_ranks_as_in_one_process_with_as_many_micro_batches(two_ranks: Session) -> None:
     """Their numbers differ from rank to rank: 3 to 9 of each row count."""
     plain = eval("trained_by(gradient_accumulation_steps=2)", made(CELL))
