@@ -149,6 +149,22 @@ def test_the_peak_after_a_flip_is_the_one_that_was_predicted_and_off_again_is_as
     assert peaks[2] == peaks[4] >= peaks[0]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adafactor", "muon"])
+def test_a_state_that_there_is_not_yet_is_foreseen_as_later_updates_bring_it(
+    gpu: VirtualGPU, alone: Overheard, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    gc.collect()
+    monkeypatch.setattr(pieces, "_LEAST_ELEMENTS", 4096)
+    alone.keeps = False
+    one = trainer(gpu, "gpt2")
+    assert one.run(Chunk(OFF.replace(optimizer="sgd"), 1, 2)).failure is None
+    on = ON.replace(optimizer=optimizer, offload_activations="on", batch_size=1)
+    found = one.trials.forecast(on, [1], [1], 0).of[0]
+    reply = one.run(Chunk(on, 2, 4, ledger_steps=1))
+    assert reply.failure is None
+    assert reply.samples[-1].live_peak_bytes == pytest.approx(found.live_peak_bytes, abs=64)
+
+
 def test_an_update_that_fails_half_way_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     one, again = made(), made()
     for trained in (one, again):

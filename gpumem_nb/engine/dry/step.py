@@ -288,7 +288,8 @@ class DryStep:
         clip_norm, optimizer = self._settings.clip_norm, self._optimizer
         rows, norms = self._shares.of(self._params)
         step = by_pieces(self._pieces, optimizer, optimizer.step)
-        optimizers.update_share(optimizer, None, clip_norm, step, self._form.updating, rows, norms, foreach=True)
+        for _ in range(2 if self._aside and not self._first_state else 1):  # the second brings what waits by then
+            optimizers.update_share(optimizer, None, clip_norm, step, self._form.updating, rows, norms, foreach=True)
         self._device.log.on_host = False
         self._form.after_update(self._settings, rows)
 

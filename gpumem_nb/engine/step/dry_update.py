@@ -119,6 +119,10 @@ class AskedUpdate(NamedTuple):
         if self.wanted:
             self.wanted.divide(copied)
 
+    def makes_what_waits(self, copied: Optimizer) -> bool:
+        """Return whether it makes a state that waits from then on: the updates after it bring that, and take more."""
+        return self.pieces is not None and self.pieces.aside is not None and not any(copied.state.values())
+
     def take(self, copied: Optimizer, scaler: GradScaler | None, step: Callable[[], Any]) -> None:
         """Take this update with a copy of the optimizer, and the memory for what ranks would then give each other."""
 
@@ -155,7 +159,8 @@ def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Ten
             was_changed = stack.enter_context(_leaving_no_trace(optimizer))
             mode = fake_mode()
             dry = _Copies(lambda tensor: _fake(mode, log, tensor), copied_as_fake(mode))
-            fake, dry_scaler = dry.of_optimizer(optimizer), dry.of_scaler(scaler) if scaler else None
+            fake = dry.of_optimizer(optimizer)
+            dry_scalers = [dry.of_scaler(scaler) if scaler else None for _ in range(2)]
             asked = update.with_gradients(lambda tensor: _fake(mode, log, tensor))
             dry.let_go()
             stack.enter_context(mode)
@@ -163,7 +168,8 @@ def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Ten
             optimizers.set_implementation(fake, update.implementation)
             stack.enter_context(step_hooks_held_back(fake, pre=True))
             update.bring_state(fake)
-            asked.take(fake, dry_scaler, lambda: type(fake).step(fake))
+            for dry_scaler in dry_scalers[: 1 + update.makes_what_waits(fake)]:
+                asked.take(fake, dry_scaler, lambda: type(fake).step(fake))
             if was_changed():
                 raise CannotBeForeseen(_BY_ANOTHER_WAY)
             owned = kept_by(fake, lambda param: dry.real.get(id(param)))
