@@ -208,8 +208,8 @@ def report(described: str, rows: list[str], cases: list[Case]) -> str:
             "| --- | --- | --- | --- | --- | --- |",
             *rows,
             "",
-            f"Each rung and each pair of rungs on {models} models (three ready-made ones and transformers from small "
-            f"configurations), {len(cases)} flips: the live peak was predicted within {100 * off[len(off) // 2]:.3f} % "
+            f"Each of these but compiled blocks and shares, and each pair of them, on {models} models "
+            f"(three ready-made ones and transformers from small configurations), {len(cases)} flips: the live peak was predicted within {100 * off[len(off) // 2]:.3f} % "
             f"in the median and {100 * off[-1]:.2f} % at most, with {wrong} wrong verdicts.",
             "",
         ]
