@@ -209,8 +209,9 @@ def report(described: str, rows: list[str], cases: list[Case]) -> str:
             *rows,
             "",
             f"Each of these but compiled blocks and shares, and each pair of them, on {models} models "
-            f"(three ready-made ones and transformers from small configurations), {len(cases)} flips: the live peak was predicted within {100 * off[len(off) // 2]:.3f} % "
-            f"in the median and {100 * off[-1]:.2f} % at most, with {wrong} wrong verdicts.",
+            f"(three ready-made ones and transformers from small configurations), {len(cases)} flips: the live peak "
+            f"was predicted within {100 * off[len(off) // 2]:.3f} % in the median and {100 * off[-1]:.2f} % at most, "
+            f"with {wrong} wrong verdicts.",
             "",
         ]
     )
