@@ -113,6 +113,16 @@ def differing(session: Session, ran: Ran) -> list[str]:
     return [name for name, tensor in there.items() if not torch.equal(tensor, ran.weights[name])]
 
 
+def scripts_train_alike(session: Session, session_run: Any, folder: Path) -> None:
+    """Hold both kinds of script to the losses and weights of what a session has trained since its workload began."""
+    losses = mean_losses(session_run)
+    for ddp in (False, True):
+        session.export(folder / "train.py", ddp=ddp)
+        ran = run(folder / "train.py", steps=len(losses), ddp=ddp)
+        assert ran.losses == losses
+        assert not differing(session, ran)
+
+
 def count_steps() -> None:
     """Let the virtual GPU's allocator count, and print the peak of the median step when the process ends."""
     import atexit

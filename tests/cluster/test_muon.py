@@ -48,11 +48,7 @@ def test_it_is_predicted_resumed_and_exported(
     session.load("text-gpt", **TEXT)
     session.set(optimizer="muon", batch_size=8, learning_rate=2e-3, lr_schedule="cosine", schedule_steps=6)
     run = session.train(4)
-    for ddp in (False, True):
-        session.export(tmp_path / "train.py", ddp=ddp)
-        ran = exported.run(tmp_path / "train.py", steps=4, ddp=ddp)
-        assert ran.losses == exported.mean_losses(run)
-        assert not exported.differing(session, ran)
+    exported.scripts_train_alike(session, run, tmp_path)
 
     session.load("digits-resnet")
     with pytest.raises(InvalidInput, match="for hidden matrices, and digits-resnet trains none"):

@@ -118,11 +118,7 @@ def test_it_is_resumed_and_exported(two_ranks: Session, fresh: Callable[..., Ses
     session = fresh(two_ranks, "text-gpt", **TEXT)
     session.set(batch_size=8, precision="bf16", offload_activations="on", checkpointing="blocks")
     run = session.train(4)
-    for ddp in (False, True):
-        session.export(tmp_path / "train.py", ddp=ddp)
-        ran = exported.run(tmp_path / "train.py", steps=4, ddp=ddp)
-        assert ran.losses == exported.mean_losses(run)
-        assert not exported.differing(session, ran)
+    exported.scripts_train_alike(session, run, tmp_path)
     session.save(tmp_path / "state")
     expected = exported.mean_losses(session.train(2))
     session.resume(tmp_path / "state")

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 _PIECES = 32  # at least, of all weights that go by pieces: one of them has copies at a time
 _LEAST_ELEMENTS = 2**16  # of a piece
 _COPIES = 8  # of a piece in fp32, more than there are at any moment: weight, gradient, random bits, the optimizer's own
-_OFF = "Use precision=bf16"
 Step = Callable[[], Any]
 
 
