@@ -149,7 +149,7 @@ def test_the_peak_after_a_flip_is_the_one_that_was_predicted_and_off_again_is_as
     assert peaks[2] == peaks[4] >= peaks[0]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adafactor", "muon", "adamw8bit"])
 def test_a_state_that_there_is_not_yet_is_foreseen_as_later_updates_bring_it(
     gpu: VirtualGPU, alone: Overheard, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:

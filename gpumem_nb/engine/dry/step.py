@@ -38,7 +38,7 @@ from ..step.gradient_shares import GradientShares
 from ..step.narrowed import narrow_weight, to_narrow
 from ..step.own_loss import micro_batches
 from ..step.parts import Parts, in_groups
-from ..step.pieces import ASIDE, Pieces, by_pieces, why_not
+from ..step.pieces import ASIDE, Pieces, by_pieces, until_state_waits, why_not
 from ..step.reduction import GradientReduction
 from ..step.sharing import Sharing
 from ..step.state_aside import StateAside
@@ -287,9 +287,8 @@ class DryStep:
         self._device.log.on_host = not any(group.get("fused") for group in self._optimizer.param_groups)
         clip_norm, optimizer = self._settings.clip_norm, self._optimizer
         rows, norms = self._shares.of(self._params)
-        step = by_pieces(self._pieces, optimizer, optimizer.step)
-        for _ in range(2 if self._aside and not self._first_state else 1):  # the second brings what waits by then
-            optimizers.update_share(optimizer, None, clip_norm, step, self._form.updating, rows, norms, foreach=True)
+        step = until_state_waits(self._pieces, optimizer, by_pieces(self._pieces, optimizer, optimizer.step))
+        optimizers.update_share(optimizer, None, clip_norm, step, self._form.updating, rows, norms, foreach=True)
         self._device.log.on_host = False
         self._form.after_update(self._settings, rows)
 

@@ -42,7 +42,7 @@ from .live_model import LiveModel
 from .optimizer_state import state_of
 from .partition import Partition, of_weights
 from .parts import in_groups
-from .pieces import Pieces, by_pieces, pieces_of
+from .pieces import Pieces, by_pieces, pieces_of, until_state_waits
 from .state_aside import StateAside
 from .step_clock import StepClock
 
@@ -119,17 +119,13 @@ class AskedUpdate(NamedTuple):
         if self.wanted:
             self.wanted.divide(copied)
 
-    def makes_what_waits(self, copied: Optimizer) -> bool:
-        """Return whether it makes a state that waits from then on: the updates after it bring that, and take more."""
-        return self.pieces is not None and self.pieces.aside is not None and not any(copied.state.values())
-
     def take(self, copied: Optimizer, scaler: GradScaler | None, step: Callable[[], Any]) -> None:
         """Take this update with a copy of the optimizer, and the memory for what ranks would then give each other."""
 
         def updating(rows: Mapping[int, Tensor] | None) -> AbstractContextManager[None]:
             return self.wanted.updating(copied, rows) if self.wanted else nullcontext()
 
-        step = by_pieces(self.pieces, copied, step)
+        step = until_state_waits(self.pieces, copied, by_pieces(self.pieces, copied, step))
         optimizers.update_share(copied, scaler, self.clip_norm, step, updating, self.rows, self.norms)
         if self.wanted:
             of_weights(self.wanted, in_groups(copied), self.sent_bytes, self.rows)
@@ -159,8 +155,7 @@ def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Ten
             was_changed = stack.enter_context(_leaving_no_trace(optimizer))
             mode = fake_mode()
             dry = _Copies(lambda tensor: _fake(mode, log, tensor), copied_as_fake(mode))
-            fake = dry.of_optimizer(optimizer)
-            dry_scalers = [dry.of_scaler(scaler) if scaler else None for _ in range(2)]
+            fake, dry_scaler = dry.of_optimizer(optimizer), dry.of_scaler(scaler) if scaler else None
             asked = update.with_gradients(lambda tensor: _fake(mode, log, tensor))
             dry.let_go()
             stack.enter_context(mode)
@@ -168,8 +163,7 @@ def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Ten
             optimizers.set_implementation(fake, update.implementation)
             stack.enter_context(step_hooks_held_back(fake, pre=True))
             update.bring_state(fake)
-            for dry_scaler in dry_scalers[: 1 + update.makes_what_waits(fake)]:
-                asked.take(fake, dry_scaler, lambda: type(fake).step(fake))
+            asked.take(fake, dry_scaler, lambda: type(fake).step(fake))
             if was_changed():
                 raise CannotBeForeseen(_BY_ANOTHER_WAY)
             owned = kept_by(fake, lambda param: dry.real.get(id(param)))

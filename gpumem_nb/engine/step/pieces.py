@@ -152,6 +152,19 @@ def by_pieces(pieces: Pieces | None, optimizer: Optimizer, step: Step) -> Step:
     return (lambda: pieces.update(optimizer, step)) if pieces else step
 
 
+def until_state_waits(pieces: Pieces | None, optimizer: Optimizer, step: Step) -> Step:
+    """Return a step that is foreseen: one that makes a state which waits from then on is followed by one more.
+
+    That brings the state to the device, as all later ones do, and takes more than the one that makes it.
+    """
+
+    def both() -> None:
+        step()
+        step()
+
+    return both if pieces and pieces.aside and not any(optimizer.state.values()) else step
+
+
 BF16_WEIGHTS = "precision=bf16_weights", "Use precision=bf16"
 ASIDE = "offload_optimizer=on", "Use offload_optimizer=off"
 
