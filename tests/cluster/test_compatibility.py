@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize(
-    "case", [*first_tier(selected(), every(10)), *first_tier(of_selective(), every(40))], ids=lambda case: case.name
+    "case", [*first_tier(selected(), every(20)), *first_tier(of_selective(), every(40))], ids=lambda case: case.name
 )
 def test_it_trains_as_the_plain_loop_does(two_ranks: Session, case: Case) -> None:
     Comparison(two_ranks).hold(case)

@@ -11,13 +11,16 @@ from IPython.core.interactiveshell import InteractiveShell
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput
 from tests.cluster.test_ledger import STATE
+from tests.tiers import every, first_tier
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
     ("knobs", "above"),
-    [({}, 1.01), ({"precision": "bf16", "optimizer": "sgd"}, 1.01), ({"checkpointing": "blocks"}, 1.4)],
+    first_tier(
+        [({"checkpointing": "blocks"}, 1.4), ({}, 1.01), ({"precision": "bf16", "optimizer": "sgd"}, 1.01)], every(3)
+    ),
 )
 def test_a_deeper_model_needs_what_was_said_of_its_blocks(
     two_ranks: Session, fresh: Callable[..., Session], knobs: dict[str, str], above: float

@@ -117,6 +117,7 @@ def test_a_lesson_by_magic(two_ranks: Session, shell: InteractiveShell, capsys: 
     run(shell, "%hvd_seed 0")
 
 
+@pytest.mark.full
 def test_saving_resuming_and_restarting_by_magic(
     two_ranks: Session, shell: InteractiveShell, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def sound(loss: float) -> bool:
     return loss == loss and abs(loss) < 100
 
 
+@pytest.mark.full
 def test_a_step_that_runs_out_of_memory_in_the_update_leaves_no_trace(two_ranks: Session) -> None:
     session = loaded(two_ranks, **NARROW)
     expected = losses(session, 6)

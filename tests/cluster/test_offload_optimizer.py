@@ -25,7 +25,7 @@ if hvd.rank() == 1:
 """
 
 
-@pytest.mark.parametrize("shards", ["off", "on"])
+@pytest.mark.parametrize("shards", first_tier(["on", "off"], every(2)))
 def test_a_live_model_is_flipped_both_ways_and_needs_what_was_predicted(
     two_ranks: Session, fresh: Callable[..., Session], shards: str
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_live_model_is_flipped_both_ways_and_needs_what_was_predicted(
             {"precision": "fp16", "optimizer": "muon"},
             {"offload_activations": "on", "optimizer": "adamw8bit"},
         ],
-        every(2),
+        every(6),
     ),
     ids=str,
 )
@@ -88,7 +88,7 @@ def test_losses_and_weights_are_those_without_it_to_the_bit(
     assert len(found[0][1]) == 1
 
 
-@pytest.mark.parametrize("steps_before", [2, 0])
+@pytest.mark.parametrize("steps_before", first_tier([0, 2], every(2)))
 def test_too_little_host_memory_on_one_rank_goes_back_and_training_goes_on(
     two_ranks: Session, fresh: Callable[..., Session], steps_before: int
 ) -> None:
@@ -138,7 +138,7 @@ for kept in optimizer.state.values():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shards", ["on", "off"])
+@pytest.mark.parametrize("shards", first_tier(["on", "off"], every(2)))
 def test_it_is_resumed_and_exported(
     two_ranks: Session, fresh: Callable[..., Session], tmp_path: Path, shards: str
 ) -> None:

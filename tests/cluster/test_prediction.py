@@ -81,7 +81,7 @@ def measured(session: Session, **knobs: Any) -> tuple[int, int]:
             {"batch_size": 3},
             {"batch_size": 32, "checkpointing": "blocks"},
         ],
-        every(2),
+        every(4),
     ),
     ids=str,
 )

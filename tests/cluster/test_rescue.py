@@ -295,6 +295,7 @@ def test_shrink_keeps_the_global_batch(two_ranks: Session, fresh: Callable[..., 
     assert session.settings.samples_per_rank == 128
 
 
+@pytest.mark.full
 def test_stop_changes_no_setting(two_ranks: Session, fresh: Callable[..., Session]) -> None:
     session = fresh(two_ranks, "digits-resnet", width=16, depth=6, resolution=16)
     session.train(1)

@@ -122,6 +122,7 @@ def test_on_a_slow_network_large_messages_are_left_out(session: Session, monkeyp
     assert "were left out: they would take seconds each" in str(report)
 
 
+@pytest.mark.full
 def test_what_cannot_be_measured_gets_a_sentence(session: Session) -> None:
     cases: list[tuple[Any, Any, str]] = [
         ([1, 5], 8, "5 ranks cannot be measured: write numbers from 1 to 4"),

@@ -64,6 +64,7 @@ def test_what_was_not_asked_for_is_said_as_a_possibility(two_ranks: Session) -> 
     assert session.splits.mean is None, "no step is taken for it where nothing is split"
 
 
+@pytest.mark.full
 def test_of_a_gpu_that_is_not_here_splits_are_said_to_change_what_they_change(two_ranks: Session) -> None:
     session = attached(two_ranks, LOSSES["pairs of samples"])
     found = session.predict(gpu="T4-16GB", **SPLIT)

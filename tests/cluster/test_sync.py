@@ -11,6 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput, WorkloadError
 from tests.conftest import weights
+from tests.tiers import every, first_tier
 
 pytestmark = pytest.mark.cluster
 
@@ -122,7 +123,7 @@ def test_a_step_that_cannot_be_taken_is_told(two_ranks: Session) -> None:
     assert two_ranks.check_sync().ok
 
 
-@pytest.mark.parametrize("shared", ["off", "on"])
+@pytest.mark.parametrize("shared", first_tier(["on", "off"], every(2)))
 def test_of_what_is_loaded_nothing_is_changed(two_ranks: Session, shared: str) -> None:
     def after_steps(look: bool) -> object:
         two_ranks.load("digits-resnet", seed=5, width=8, depth=1, resolution=8)

@@ -82,6 +82,7 @@ def test_a_split_of_the_micro_batches_keeps_the_mathematics(two_ranks: Session) 
     assert found[2] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.full
 def test_an_evaluation_sees_all_samples_on_all_ranks(two_ranks: Session) -> None:
     more = """
 import numpy as np

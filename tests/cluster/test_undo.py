@@ -71,7 +71,7 @@ def test_a_question_about_another_optimizer_leaves_moments_with_their_weights(tw
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("again", ["attach", "sync", "resume", "a flip there and back"])
+@pytest.mark.parametrize("again", first_tier(["attach", "sync", "resume", "a flip there and back"], every(2)))
 def test_moments_of_a_channels_last_net_stay_with_their_weights(two_ranks: Session, again: str, tmp_path: Path) -> None:
     losses = []
     for does in (False, True):

@@ -26,6 +26,7 @@ from gpumem_nb.planning.prediction import DOES_NOT_FIT, FITS, Prediction
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.forecast import DryRun, Kernels, Target
 from gpumem_nb.shared.settings import Settings
+from tests.tiers import every, first_tier
 
 pytestmark = pytest.mark.usefixtures("dry_runs_forked")
 MIB = 2**20
@@ -79,7 +80,7 @@ def table(gpu: str, **knobs: Any) -> ColdPredictions:
 
 
 @pytest.mark.usefixtures("small_gpus")
-@pytest.mark.parametrize(("gpu", "narrow"), [("Old", "fp16"), ("New", "bf16")])
+@pytest.mark.parametrize(("gpu", "narrow"), first_tier([("Old", "fp16"), ("New", "bf16")], every(2)))
 def test_what_is_said_to_fit_instead_is_predicted_to_fit_when_it_is_asked_for(gpu: str, narrow: str) -> None:
     asked: dict[str, Any] = {"batch_size": 48, "optimizer": "sgd"}
     found = table(gpu, **asked)

@@ -88,6 +88,7 @@ def test_a_thread_that_goes_on_takes_no_answer_away() -> None:
     assert time.monotonic() - began_s < HANG_S
 
 
+@pytest.mark.full
 def test_paths_of_any_kind_and_a_folder_that_is_gone_are_no_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ def test_paths_of_any_kind_and_a_folder_that_is_gone_are_no_obstacle(
     assert predict().live_peak_bytes
 
 
+@pytest.mark.full
 def test_a_file_with_the_name_of_a_module_of_pythons_own_stops_no_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard
+from tests.tiers import every, first_tier
 from tests.unit.test_muon import MODELS, trainer
 from tests.unit.test_narrow_weights import Net, bits, data, made, run, same, seen_loss
 from tests.unit.test_one_rank import alone as alone  # a fixture
@@ -122,8 +124,10 @@ def test_flips_beside_other_knobs_change_no_bit(knobs: dict[str, Any], monkeypat
     assert all(map(torch.equal, state, other_state))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adafactor"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    first_tier(itertools.product(MODELS, ["adamw", "momentum", "adafactor"]), every(4)),  # each on another model
+)
 def test_the_peak_after_a_flip_is_the_one_that_was_predicted_and_off_again_is_as_before(
     gpu: VirtualGPU, alone: Overheard, name: str, optimizer: str
 ) -> None:

@@ -219,6 +219,7 @@ def test_what_an_optimizer_counts_and_draws_is_as_before_any_question(gpu: Virtu
 
 
 def test_a_trial_before_the_first_step_counts_the_state_that_is_not_there(gpu: VirtualGPU) -> None:
+    gc.collect()  # what earlier tests left must not go in the middle
     trained, settings = trainer(gpu, width=1200), Settings(batch_size=2, optimizer="adam", optimizer_impl="fused")
     needed = asked(trained, settings).of[0].reserved_peak_bytes
     try:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import every, first_tier
 from tests.timing import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -142,10 +143,13 @@ def index(environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("there", "installed"),
-    [
-        (["2.13.0"], "2.13.0"),  # as the package index has it for Python 3.12
-        (["2.13.0", "2.13.0+cpu"], "2.13.0+cpu"),
-    ],
+    first_tier(
+        [
+            (["2.13.0"], "2.13.0"),  # as the package index has it for Python 3.12
+            (["2.13.0", "2.13.0+cpu"], "2.13.0+cpu"),
+        ],
+        every(2),
+    ),
 )
 def test_where_no_index_has_the_cpu_build_the_ordinary_one_is_taken_and_its_cost_said(
     there: list[str], installed: str, index: Path, capsys: pytest.CaptureFixture[str]
