@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
+    from .course import Lesson
     from .install.environment import EnvironmentReport
     from .planning.cold_table import ColdPredictions
     from .planning.prediction import Prediction
     from .session import Session
 
-__all__ = ["Settings", "Workload", "__version__", "check", "load_ipython_extension", "predict", "start"]
+__all__ = ["Settings", "Workload", "__version__", "check", "lesson", "load_ipython_extension", "predict", "start"]
 
 
 def start(
@@ -106,6 +107,17 @@ def predict(
 
     with progress_bar("Predicting", patience_s=1.0) as progress:
         return cold.predict(workload, gpu=gpu, memory=memory, ranks=ranks, progress=progress, **knobs)
+
+
+def lesson(number: str | int) -> Lesson:
+    """Return a lesson of the course, whose ``check()``, ``hint()``, ``status()`` and ``reset()`` a notebook calls.
+
+    Raises:
+        InvalidInput: there is no such lesson.
+    """
+    from . import course
+
+    return course.lesson(number)
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:

@@ -10,6 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from ..session import current
 from ..shared.errors import NoSession
 from .arguments import Completion
+from .course import CourseMagics
 from .looking import LookingMagics
 from .planning import PlanningMagics
 from .ranks import RanksMagics
@@ -17,7 +18,7 @@ from .training import TrainingMagics
 from .workload import WorkloadMagics
 
 _FIRST = 1000  # among IPython's matchers, whose own priorities are below 100
-MAGICS = (RanksMagics, WorkloadMagics, TrainingMagics, LookingMagics, PlanningMagics)
+MAGICS = (RanksMagics, WorkloadMagics, TrainingMagics, LookingMagics, PlanningMagics, CourseMagics)
 
 complete_hvd = Completion(
     {

@@ -15,6 +15,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 
+from ..course.lessons import LESSONS
 from ..kernel.policy import RULES
 from ..shared.errors import InvalidInput, NoSession, nearest
 from ..shared.knobs import KNOBS
@@ -127,6 +128,10 @@ ROLES = ("model", "loss", "data", "optimizer", "scheduler", "eval_data", "metric
 """What ``%hvd_attach`` takes, each with ``=`` and a variable, the seed with a number."""
 
 
+COURSE_VERBS = {"check": "1.2 41 MB", "hint": "1.2", "status": "1", "reset": "1"}
+"""What ``%lesson`` does, each with an example of what comes after it."""
+
+
 class Offered:
     """The type of an argument that takes text of which some is offered; the session says whether it can be used.
 
@@ -209,9 +214,18 @@ def _roles(_: list[str], __: str) -> list[str]:
     return [f"{role}=" for role in ROLES]
 
 
+def _course(before: list[str], _: str) -> list[str]:
+    if not before:
+        return [*COURSE_VERBS, *LESSONS]
+    if len(before) == 1 and before[0] in ("check", "hint"):
+        return [one.number for content in LESSONS.values() for one in content.exercises]
+    return [*LESSONS] if len(before) == 1 and before[0] in COURSE_VERBS else []
+
+
 _PAIRS: dict[str, Callable[[list[str], str], list[str]]] = {
     "hvd_set": _knobs,
     "hvd_predict": _predicted,
     "hvd_load": _workloads,
     "hvd_attach": _roles,
+    "lesson": _course,
 }

@@ -42,6 +42,9 @@ def complete(line: str) -> list[str]:
         ("%hvd_memory --by m", ["module"]),
         ("%hvd_set", []),
         ("%hvd_stop ", []),
+        ("%lesson che", ["check"]),
+        ("%lesson check 1.1", ["1.1"]),
+        ("%lesson reset 1", ["1"]),
         ("%hvd_unknown ", []),
     ],
 )

@@ -1,0 +1,41 @@
+"""The course: lessons whose exercises are checked against the session and against figures that are measured.
+
+A student's notebook (``notebooks/course/``) says ``lesson = gm.lesson("1")`` and then ``lesson.check("1.2", guess)``,
+or ``%lesson check 1.2 41 MB``. How to add a lesson or an exercise:
+
+1. **The exercise** is one value in ``course/lessons/lesson_N.py``, listed in its ``LESSON``; a new lesson's file is
+   named in ``course/lessons/__init__.py``. An :class:`~gpumem_nb.course.exercise.Exercise` has
+
+   - ``number`` and ``title``, and ``asks``: the question in one or two sentences, which ``status()`` shows, too;
+   - ``answer``: the form of the answer (:mod:`gpumem_nb.course.answers`): ``Size()``, ``Number(...)``, ``Word(...)``,
+     ``Words(...)``, ``Variable(...)`` for the name of a variable on the ranks, ``RunAnswer()``, or ``Nothing()`` where
+     the check looks at the session alone. What is not of that form gets one sentence and counts as no try;
+   - ``judge(answer, evidence)``, which returns ``right(why)``, ``wrong(hint)`` or ``not_ready(what to do first)``;
+   - ``hints``: from a nudge to nearly the answer, told one by one by ``hint()``.
+
+2. **The judge** looks at what is measured, never at the text of cells. Two forms cover most exercises
+   (:mod:`gpumem_nb.course.judges`): ``measured(...)`` compares a guess with a figure, shows both, and names the
+   misconception whose figure was guessed; ``named(...)`` does so for words. Anything else is a function:
+   ``evidence.session`` is the session (memory, settings, predict, run, pull …); ``evidence.measure(batch_size=8)``
+   trains a few steps under these settings, records one, and puts the settings back, so a check gives the same whatever
+   was run before it; ``evidence.needs("text-gpt width=256")`` says what to load where something else is loaded. An
+   error of the student's code on the ranks is told as a wrong answer. A hint names the misconception ("That counts the
+   gradients twice"), and does not give the figure.
+
+3. **The notebook** has two cells for each exercise: the student's (``guess = ...``, or code; nbgrader: solution) and,
+   below it, the check (nbgrader: grade, locked). ``nbgrader.grade_id`` is ``answer-1-2`` and ``check-1-2``, which is
+   also the cell's id. No cell of an exercise shows widgets. ``python -m tests.course.metadata FILE`` writes ids and
+   metadata into a notebook. Its picture lies beside it, drawn by a script.
+
+4. **The answers** are in ``notebooks/course/answers/lesson_N.toml``: for each exercise at least five different right
+   answers and several wrong ones with words of the hint that each must get. An answer is the source of the student's
+   cell. ``[[figures]]`` lists every number of the prose that was measured, with the expression that measures it again,
+   after which cell, and the tolerance. ``make course`` runs all of it on real ranks (``tests/course/``).
+
+Progress is kept for each user and lesson (:mod:`gpumem_nb.course.progress`), so nothing depends on the order of cells,
+or on the kernel's life. Inside nbgrader (which sets ``NBGRADER_EXECUTION``) a check that is not right raises.
+"""
+
+from .lesson import Lesson, lesson
+
+__all__ = ["Lesson", "lesson"]

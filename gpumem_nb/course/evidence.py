@@ -1,0 +1,118 @@
+"""The evidence that judges look at: the session, and figures that are measured for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..report.memory import MemoryReport
+from ..report.run_summary import Run
+from ..session import Session, current
+from ..shared.errors import GpumemError
+from ..shared.messages import Ledger, Timeline
+from ..shared.settings import Settings
+from ..workloads import catalog
+
+STEPS = 3  # the first makes the optimizer's state, and the caching allocator settles
+
+
+class NotReady(GpumemError):
+    """An exercise cannot be checked yet; the message says what to do first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a few steps under some settings gave: the run, and one step more that was recorded and undone."""
+
+    run: Run
+    memory: MemoryReport
+
+    @property
+    def ledger(self) -> Ledger:
+        """Return whose bytes they were in the recorded step, on the rank with the largest share of its limit."""
+        return self._timeline.ledger
+
+    @property
+    def live_peak_bytes(self) -> int:
+        """Return the live peak of that step."""
+        return self.ledger.peak_bytes
+
+    @property
+    def highest(self) -> dict[str, int]:
+        """Return the most that each category held in that step, at whatever moment."""
+        return {name: max(sizes) for name, sizes in self._timeline.live_bytes.items()}
+
+    @property
+    def _timeline(self) -> Timeline:
+        found = self.memory.worst_timeline
+        assert found is not None
+        return found
+
+
+class Evidence:
+    """Whatever a judge may ask for."""
+
+    @property
+    def session(self) -> Session:
+        """Return the running session; raises ``NoSession`` when there is none."""
+        return current()
+
+    def needs(self, load: str) -> None:
+        """Make sure that a workload is loaded, given as it is typed after ``%hvd_load``.
+
+        Raises:
+            NotReady: something else is loaded, or the same with other options.
+        """
+        name, *pairs = load.split()
+        wanted = catalog.find(name).values(dict(pair.split("=", 1) for pair in pairs))
+        loaded = self.session.workload
+        known: Mapping[str, float] = dict(loaded.options) if loaded else {}
+        if loaded is None or loaded.name != name or catalog.find(name).values(known) != wanted:
+            raise NotReady(f"This exercise is about another workload than is loaded now. Type %hvd_load {load}")
+
+    def measure(self, /, **knobs: Any) -> Measured:
+        """Train a few steps as :meth:`trained` does, and record one more, which is undone.
+
+        Raises:
+            NotReady: the ranks do not train under these settings, which may need too much memory.
+        """
+        return self._measure(Settings().replace(**knobs))
+
+    def measure_now(self) -> Measured:
+        """Do the same under the present settings, whatever they are; raises ``NotReady``."""
+        return self._measure(self.session.settings)
+
+    @contextmanager
+    def trained(self, /, **knobs: Any) -> Iterator[Run]:
+        """Train a few steps under these settings, and put the settings back when the block ends.
+
+        Knobs that are not named are at their defaults, whatever was set before. Training in the background goes on
+        afterwards.
+
+        Raises:
+            NotReady: the ranks do not train under these settings, which may need too much memory.
+        """
+        with self._trained(Settings().replace(**knobs)) as run:
+            yield run
+
+    def _measure(self, wanted: Settings) -> Measured:
+        with self._trained(wanted) as run:
+            return Measured(run, self.session.memory(timeline=True))
+
+    @contextmanager
+    def _trained(self, wanted: Settings) -> Iterator[Run]:
+        session = self.session
+        before, playing = session.settings, session.playing
+        session.pause()
+        try:
+            session.set(**wanted.changed_from(before))
+            run = session.train(STEPS)
+            if session.settings != wanted:
+                raise NotReady(" ".join(["These settings could not be measured.", *run.notes]))
+            yield run
+        finally:
+            session.set(**before.changed_from(session.settings))
+            if playing:
+                session.play()
