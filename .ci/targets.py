@@ -15,6 +15,7 @@ from setup import LOG, QUIET, ROOT, VENV, Ticker, pip, run, set_up, venv_python
 from torch_choice import Trouble
 
 QUICKSTART = "notebooks/01_quickstart.ipynb"
+COURSE = ROOT / "notebooks" / "course"
 TWO_PROCESSES = ("--numprocesses", "2", "--dist", "loadfile")  # of pytest-xdist; the tests of a file share fixtures
 
 HELP = """\
@@ -23,6 +24,8 @@ make lab     set up, then open JupyterLab on the quickstart (LAB_ARGS="--no-brow
 make demo    set up, then run the quickstart without a browser and print what it measured
 make test    set up, then run the first tier of checks, in 17 minutes (needs Chromium; CHROMIUM=/path names one)
 make test-full  set up, then run every check that needs no GPU: at most 75 minutes (docs/reliability.md)
+make course  set up, then take the course with its answer key, and with wrong answers (docs/architecture.md)
+make course-kit  put the course without its answers into dist/course-kit, and into a zip beside it
 make bench   set up, then print the measured ratios beside their targets
 make matrix  set up, then hold every model and habit against a plain loop (docs/compatibility.md)
 make soak    set up, then half an hour of random flips and faults on four ranks (docs/reliability.md)
@@ -45,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
         "test": lambda: test("not gpu and not full"),
         "test-full": lambda: test("not gpu"),
         "demo": lambda: in_environment("-m", "gpumem_nb.demo"),
+        "course": lambda: set_up() or run(pytest("not gpu", "tests/course", "-s")),
+        "course-kit": course_kit,
         "bench": lambda: in_environment("-m", "tests.bench.run"),
         "matrix": lambda: in_environment("-m", "tests.matrix.run"),
         "soak": lambda: in_environment("-m", "tests.soak.run"),
@@ -94,6 +99,19 @@ def lab() -> int:
     as_root = ["--allow-root"] if os.geteuid() == 0 else []
     extra = shlex.split(os.environ.get("LAB_ARGS", ""))
     return run([str(VENV / "bin" / "jupyter"), "lab", *as_root, *extra, QUICKSTART])
+
+
+def course_kit() -> int:
+    """Copy the course for students: notebooks and pictures, without answers and what notebooks have written."""
+    kit = ROOT / "dist" / "course-kit"
+    shutil.rmtree(kit, ignore_errors=True)
+    (kit / "pictures").mkdir(parents=True)
+    for pattern in ("*.ipynb", "pictures/*.svg", "pictures/*.png"):
+        for path in sorted(COURSE.glob(pattern)):
+            shutil.copy(path, kit / path.relative_to(COURSE))
+    archive = shutil.make_archive(str(kit), "zip", root_dir=kit.parent, base_dir=kit.name)
+    print(f"{kit} and {archive}: {len(list(kit.glob('*.ipynb')))} notebooks, without answers")
+    return 0
 
 
 def lint() -> int:

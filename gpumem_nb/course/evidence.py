@@ -10,7 +10,7 @@ from typing import Any
 from ..report.memory import MemoryReport
 from ..report.run_summary import Run
 from ..session import Session, current
-from ..shared.errors import GpumemError
+from ..shared.errors import GpumemError, TrainingFailed
 from ..shared.messages import Ledger, Timeline
 from ..shared.settings import Settings
 from ..workloads import catalog
@@ -20,6 +20,10 @@ STEPS = 3  # the first makes the optimizer's state, and the caching allocator se
 
 class NotReady(GpumemError):
     """An exercise cannot be checked yet; the message says what to do first."""
+
+
+class DoesNotFit(NotReady):
+    """The ranks ran out of memory under the settings that were to be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class Evidence:
         """Train a few steps as :meth:`trained` does, and record one more, which is undone.
 
         Raises:
-            NotReady: the ranks do not train under these settings, which may need too much memory.
+            NotReady: the ranks do not train under these settings; ``DoesNotFit`` if they ran out of memory.
         """
         return self._measure(Settings().replace(**knobs))
 
@@ -92,7 +96,7 @@ class Evidence:
         afterwards.
 
         Raises:
-            NotReady: the ranks do not train under these settings, which may need too much memory.
+            NotReady: the ranks do not train under these settings; ``DoesNotFit`` if they ran out of memory.
         """
         with self._trained(Settings().replace(**knobs)) as run:
             yield run
@@ -108,11 +112,22 @@ class Evidence:
         session.pause()
         try:
             session.set(**wanted.changed_from(before))
-            run = session.train(STEPS)
+            try:
+                run = session.train(STEPS)
+            except TrainingFailed as error:
+                raise _why_not(session, str(error)) from None
             if session.settings != wanted:
-                raise NotReady(" ".join(["These settings could not be measured.", *run.notes]))
+                raise _why_not(session, " ".join(run.notes))
             yield run
         finally:
             session.set(**before.changed_from(session.settings))
             if playing:
                 session.play()
+
+
+def _why_not(session: Session, said: str) -> NotReady:
+    """Return what is to be raised where training under some settings ended otherwise."""
+    rescue = session.history.rescue
+    if rescue is not None and rescue.failure.kind == "oom":
+        return DoesNotFit(rescue.headline)
+    return NotReady(f"These settings could not be measured. {said}")

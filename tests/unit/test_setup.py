@@ -185,7 +185,10 @@ def test_any_other_pip_error_is_passed_on_with_the_log() -> None:
 
 def test_unknown_target_names_the_known_ones(checkout: Path) -> None:
     said = one_sentence(run(checkout, "tset"))
-    assert "setup, lab, test, test-full, demo, bench, matrix, soak, cuda-build, matrix-install, lint, clean" in said
+    targets_there = (
+        "setup, lab, test, test-full, demo, course, course-kit, bench, matrix, soak, cuda-build, matrix-install"
+    )
+    assert f"{targets_there}, lint, clean" in said
 
 
 def test_help_names_every_target_and_variable(checkout: Path) -> None:
@@ -360,3 +363,14 @@ def test_named_chromium_has_to_be_a_program(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_set_up_needs_only_python_itself() -> None:
     subprocess.run([sys.executable, "-E", "-s", "-S", str(SCRIPT), "help"], check=True, capture_output=True)
+
+
+def test_the_courses_kit_for_students_holds_no_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "ROOT", tmp_path)
+    assert targets.course_kit() == 0
+    kit = tmp_path / "dist" / "course-kit"
+    names = {path.relative_to(kit).as_posix() for path in kit.rglob("*") if path.is_file()}
+    assert "1_where_the_bytes_are.ipynb" in names
+    assert any(name.startswith("pictures/1_") for name in names)
+    assert not [name for name in names if "answers" in name or name.endswith(".toml")]
+    assert set(zipfile.ZipFile(f"{kit}.zip").namelist()) >= {f"course-kit/{name}" for name in names}

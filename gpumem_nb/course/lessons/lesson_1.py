@@ -5,13 +5,13 @@ from __future__ import annotations
 from ...shared.categories import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
 from ...shared.units import format_bytes
 from ..answers import BYTES_EACH, Nothing, Number, Size, Words
-from ..evidence import Evidence, Measured
+from ..evidence import DoesNotFit, Evidence, Measured
 from ..exercise import Content, Exercise, Outcome, right, wrong
 from ..judges import Mistake, measured, named
 
 LOAD = "text-gpt width=256 depth=4"
 SMALL, LARGE = 8, 16
-ROOM_MIB = 150
+ROOM_MIB = 115
 SPARE_MIB = 10
 FIVE = (PARAMETERS, GRADIENTS, OPTIMIZER_STATE, ACTIVATIONS, INPUTS)
 _GROWS = 1.5  # of twice: a category that grows with the batch does so by a factor of two
@@ -169,19 +169,24 @@ PEAK = Exercise(
 )
 
 
+_TOO_MANY = (
+    "That is too many. Before the first sample comes, weights, optimizer state and Horovod's fusion buffer are there: "
+    "only what is left of the room is for samples."
+)
+
+
 def _filled(_: None, evidence: Evidence) -> Outcome:
     """Judge the present settings by their live peak."""
     evidence.needs(LOAD)
-    step = evidence.measure_now()
+    try:
+        step = evidence.measure_now()
+    except DoesNotFit as error:
+        return wrong(f"{_TOO_MANY} {error}")
     peak_mib = step.live_peak_bytes / 2**20
     batch = evidence.session.settings.batch_size
     compared = f"batch_size={batch}: live peak {peak_mib:.1f} MiB of {ROOM_MIB} MiB."
     if peak_mib > ROOM_MIB:
-        return wrong(
-            "That is too many. Before the first sample comes, weights, optimizer state and Horovod's fusion buffer are "
-            "there: only what is left of the room is for samples.",
-            compared,
-        )
+        return wrong(_TOO_MANY, compared)
     if peak_mib < ROOM_MIB - SPARE_MIB:
         return wrong(
             "There is room for more. If you divide the whole peak by its samples, you count the weights once for each "
@@ -209,12 +214,14 @@ FILL = Exercise(
 )
 
 
-def _freed(evidence: Evidence) -> tuple[int, int, int]:
-    """Return the bytes that rank 0 had reserved before and after it gave the cache back, and its live bytes."""
+def _freed(evidence: Evidence) -> tuple[int, int, int, int]:
+    """Return what rank 0 had reserved before and after it gave its cache back, its live bytes, and its weights."""
     evidence.needs(LOAD)
+    loaded = evidence.session.workload
+    assert loaded is not None
     with evidence.trained(batch_size=LARGE):
         freed = evidence.session.free().freed[0]
-    return freed.before.reserved_bytes, freed.after.reserved_bytes, freed.after.live_bytes
+    return freed.before.reserved_bytes, freed.after.reserved_bytes, freed.after.live_bytes, loaded.parameter_bytes
 
 
 RESERVED = Exercise(
@@ -237,13 +244,20 @@ RESERVED = Exercise(
                 lambda found: found[0],
                 "That is what was reserved before: the cache is what goes back, all that no tensor uses.",
             ),
-            Mistake(lambda _: 0, "Tensors keep their memory: weights, optimizer state and gradients live on."),
+            Mistake(
+                lambda found: found[3],
+                "Those are the weights. What AdamW remembers must outlive the step, too, and Horovod keeps its buffer.",
+            ),
+            Mistake(
+                lambda found: 3 * found[3],
+                "Weights and optimizer state, yes. Horovod's fusion buffer is a tensor, too, and stays.",
+            ),
             Mistake(
                 lambda found: found[0] - found[1],
                 "That is what went back. What was reserved and is in use by tensors stays.",
             ),
         ),
-        too_low="More than that is live between two steps: weights, gradients, optimizer state, and Horovod's buffer.",
+        too_low="More than that is live between two steps: weights, optimizer state, and Horovod's buffer.",
         too_high="Activations are gone between two steps, and what is cached goes back. What do tensors still hold?",
     ),
     (

@@ -1,0 +1,66 @@
+"""The course's checks on two ranks: they measure, and leave the session as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpumem_nb.course.answers import Variable
+from gpumem_nb.course.evidence import Evidence
+from gpumem_nb.course.exercise import Content, Exercise, Outcome, right, wrong
+from gpumem_nb.course.lesson import Lesson
+from gpumem_nb.course.lessons import LESSONS, lesson_1
+from gpumem_nb.session import Session
+
+pytestmark = pytest.mark.cluster
+
+SMALL = "text-gpt width=64 depth=2"
+
+
+@pytest.fixture
+def lesson(two_ranks: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lesson:
+    """Lesson 1, about a model that fits ranks of tests."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr(lesson_1, "LOAD", SMALL)
+    return Lesson(LESSONS["1"])
+
+
+def test_guesses_are_held_against_what_ranks_measure_and_settings_stay(two_ranks: Session, lesson: Lesson) -> None:
+    two_ranks.load("digits-resnet", width=8, depth=1, resolution=8)
+    assert f"Type %hvd_load {SMALL}" in str(lesson.check("1.1", 16))
+    two_ranks.load("text-gpt", width=64, depth=2)
+    before = two_ranks.set(batch_size=3, precision="bf16")
+    two_ranks.play()
+    assert lesson.check("1.1", 16).right
+    assert two_ranks.playing
+    two_ranks.pause()
+    said = lesson.check("1.1", 8)
+    assert "You: 8 bytes. Measured: 16 bytes" in str(said)
+    assert "That is two numbers" in said.said
+    assert lesson.check("1.2", "activations and inputs").right
+    assert two_ranks.settings == before
+    assert [one.state for one in lesson.status().exercises][:3] == ["right", "right", "open"]
+
+
+def test_settings_that_do_not_fit_are_told_and_put_back(two_ranks: Session, lesson: Lesson) -> None:
+    two_ranks.load("text-gpt", width=64, depth=2)
+    before = two_ranks.set(batch_size=3000)
+    said = lesson.check("1.4")
+    assert not said.right
+    assert "That is too many" in said.said
+    assert "ran out of memory" in said.said
+    assert two_ranks.settings == before
+
+
+def test_an_answer_can_be_code_on_the_ranks(two_ranks: Session, lesson: Lesson) -> None:
+    def judge(name: str, evidence: Evidence) -> Outcome:
+        sums = evidence.session.run(f"{name}([1, 2])")
+        return right("yes") if sums == [3, 3] else wrong("not the sum")
+
+    about = Exercise("9.1", "Sum", "Add.", Variable("a function", "add"), judge, ("sum",))
+    asks = Lesson(Content("9", "Nine", (about,)))
+    two_ranks.run("def mine(numbers):\n    return sum(numbers)\nwrong = max")
+    assert asks.check("9.1", "mine").right
+    assert asks.check("9.1", "wrong").said == "not the sum"
+    assert "NameError: name 'nothing' is not defined" in asks.check("9.1", "nothing").said
