@@ -17,7 +17,7 @@ from gpumem_nb.engine.dry.step import DryStep
 from gpumem_nb.engine.replay.loss_head import find_head
 from gpumem_nb.engine.step import pieces
 from gpumem_nb.engine.step.optimizers import build, hidden_matrices
-from gpumem_nb.engine.step.pieces import by_pieces, pieces_of
+from gpumem_nb.engine.step.pieces import by_pieces
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory import host_pool
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
@@ -273,7 +273,7 @@ def test_an_update_in_which_no_weight_has_a_gradient_runs_the_hooks_after_it() -
     run(one, ON.replace(optimizer="own", learning_rate=0.1), 1, 1)
     optimizer, before = one.live.optimizer, bits(one.live.model)
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    by_pieces(pieces_of(one.live, optimizer), optimizer, optimizer.step)()
+    by_pieces(one.live.pieces(optimizer), optimizer, optimizer.step)()
     assert calls == [1]
     assert same(bits(one.live.model), before)
 

@@ -42,7 +42,7 @@ from .live_model import LiveModel
 from .optimizer_state import state_of
 from .partition import Partition, of_weights
 from .parts import in_groups
-from .pieces import Pieces, by_pieces, pieces_of, until_state_waits
+from .pieces import Pieces, by_pieces, until_state_waits
 from .state_aside import StateAside
 from .step_clock import StepClock
 
@@ -97,7 +97,7 @@ class AskedUpdate(NamedTuple):
         scaler, optimizer = live.scaler if settings.precision == "fp16" else None, live.optimizer_in_question()
         held, sent_bytes = state_of(optimizer).partition, ReductionConfig.under(settings).bucket_bytes
         wanted, params = live.sharing.partition(optimizer, settings), in_groups(optimizer)
-        shared = (sent_bytes, held, wanted, *live.shares.of(params), pieces_of(live, optimizer), live.waits.aside)
+        shared = (sent_bytes, held, wanted, *live.shares.of(params), live.pieces(optimizer), live.waits.aside)
         return cls(optimizer, settings.optimizer_impl, scaler, settings.clip_norm, *shared)
 
     def with_gradients(self, stand_in: Callable[[Tensor], Tensor]) -> AskedUpdate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import Any
@@ -29,7 +29,7 @@ from .gradient_shares import GradientShares
 from .narrowed import Narrowed
 from .optimizer_state import Parked, Replicas, state_of
 from .parts import AllModes, Parts, in_groups, note_steps, steps_before
-from .pieces import ASIDE, why_not
+from .pieces import ASIDE, Pieces, why_not
 from .rates import Course, Rates, named_rate
 from .sharing import Sharing
 from .state_aside import StateWaits
@@ -242,6 +242,10 @@ class LiveModel:
         if self._in_use is None:
             self.waits.apply(settings, self.optimizer, self.own_optimizer)
 
+    def pieces(self, optimizer: Optimizer, seed: int = 0, step: int = 0) -> Pieces | None:
+        """Return by which pieces an update goes under the settings that are tried, or in use; ``None``: all at once."""
+        return Pieces.of(self.narrowed.weights(), optimizer, self.waits.under(self.settings), seed, step)
+
     def set_learning_rate(self, settings: Settings) -> None:
         """Bring the optimizer's first group to the rate of these settings, and scale those of the others alike.
 
@@ -308,12 +312,6 @@ class LiveModel:
     def asked_rate(self) -> float:
         """The rate that the knobs asked for last; a cell or the own scheduler may have set another one since."""
         return self._rates.asked
-
-    def freeze(self, frozen: Collection[str]) -> None:
-        """Freeze the weights of these names and no others."""
-        for name, param in self.parts.named_parameters():
-            if param.requires_grad == (name in frozen):
-                param.requires_grad_(name not in frozen)
 
     def rates_were_given(self) -> None:
         """All ranks have the rates of rank 0 now, whatever cells had set on some of them."""

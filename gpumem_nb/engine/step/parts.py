@@ -69,6 +69,12 @@ class Parts:
                 seen.add(id(param))
                 yield name, param
 
+    def freeze(self, frozen: Collection[str]) -> None:
+        """Freeze the weights of these names and no others."""
+        for name, param in self.named_parameters():
+            if param.requires_grad == (name in frozen):
+                param.requires_grad_(name not in frozen)
+
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Every buffer once, also those that no state dict holds."""
         for before, part in self.named.items():

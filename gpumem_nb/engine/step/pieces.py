@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from .partition import ALIGNED, by_elements, has_gaps, in_memory_order, laid_as,
 from .parts import in_groups
 from .shards import BY_ELEMENTS
 from .state_aside import Brought, StateAside
-
-if TYPE_CHECKING:
-    from .live_model import LiveModel
 
 _PIECES = 32  # at least, of all weights that go by pieces: one of them has copies at a time
 _LEAST_ELEMENTS = 2**16  # of a piece
@@ -140,11 +137,6 @@ class Pieces:
             some, size = [*some, one], size + count
         if some:
             yield _Some(some)
-
-
-def pieces_of(live: LiveModel, optimizer: Optimizer, seed: int = 0, step: int = 0) -> Pieces | None:
-    """Return by which pieces an update goes under the settings that are tried, or in use; ``None``: all at once."""
-    return Pieces.of(live.narrowed.weights(), optimizer, live.waits.under(live.settings), seed, step)
 
 
 def by_pieces(pieces: Pieces | None, optimizer: Optimizer, step: Step) -> Step:

@@ -38,7 +38,7 @@ from .live_model import LiveModel
 from .optimizer_state import state_of
 from .partition import Exchange
 from .parts import in_groups
-from .pieces import by_pieces, pieces_of
+from .pieces import by_pieces
 from .samples import Looks, Outcome
 from .step_clock import UNDOING, StepClock
 from .step_items import StepItems
@@ -367,7 +367,7 @@ class Stepper:
         settings, optimizer = self._live.settings, self._live.optimizer
         scaler, form = self._live.scaler if settings.precision == "fp16" else None, state_of(optimizer)
         rows, norms = self._live.shares.of(in_groups(optimizer))
-        pieces = pieces_of(self._live, optimizer, self._stream.seed, self._done)
+        pieces = self._live.pieces(optimizer, self._stream.seed, self._done)
         step = by_pieces(pieces, optimizer, optimizers.scaled_step(scaler, optimizer))
         how = optimizer, scaler, settings.clip_norm, step, form.updating
         self._scales = optimizers.update_share(*how, rows, norms)

@@ -24,7 +24,6 @@ from .gradients import FiniteCheck, GradientsHad, is_measured
 from .live_model import LiveModel
 from .optimizer_state import state_of
 from .parts import in_groups
-from .pieces import pieces_of
 from .reduction import GradientReduction
 
 if TYPE_CHECKING:
@@ -245,7 +244,7 @@ class Voting:
         room = self._device.room()
         if room is None:
             return True
-        pieces = pieces_of(self._live, self._live.optimizer)
+        pieces = self._live.pieces(self._live.optimizer)
         copies = pieces.room(self._live.optimizer) if pieces else 0
         if room >= copies + optimizers.update_bytes(self._live.optimizer, self.reduction.nbytes):
             return False

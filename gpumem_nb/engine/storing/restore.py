@@ -101,7 +101,7 @@ class Checked:
         trainer.live.narrowed.follow(self.settings)
         frozen, evaluating = self._trained_as
         if after_restart and frozen is not None and evaluating is not None:
-            trainer.live.freeze(frozen)
+            trainer.live.parts.freeze(frozen)
             trainer.live.modes.go_on_as(evaluating)
         for name, param in trainer.live.parts.named_parameters():
             overwrite(param, self._parameters[name])
