@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gpumem_nb.engine.replay.recomputing import Recomputing
 from gpumem_nb.internals.fake_internals import fake_mode
-from gpumem_nb.memory.host_pool import HostPool
+from gpumem_nb.memory.host_pool import HostMemory, HostPool
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.errors import WorkloadError
 from gpumem_nb.shared.settings import Settings
@@ -26,11 +26,13 @@ from tests.unit.test_selective import CASES
 MIB = 2**20
 
 
-def recomputing(model: nn.Module, offload: str, checkpointing: str = "none") -> Recomputing:
+def recomputing(
+    model: nn.Module, offload: str, checkpointing: str = "none", host: HostMemory | None = None
+) -> Recomputing:
     def none(*_: Any) -> Any:
         raise AssertionError("nothing is made anew")
 
-    parts = Recomputing(model, Workload("plain", none, none, none))
+    parts = Recomputing(model, Workload("plain", none, none, none), host)
     parts.set_checkpointing(Settings(checkpointing=checkpointing))
     parts.set_offload(offload)
     return parts
@@ -157,21 +159,25 @@ def test_views_of_one_tensor_wait_once_and_come_back_with_their_strides(gpu: Vir
 
 def test_a_short_pool_is_one_sentence_and_leaves_nothing(gpu: VirtualGPU) -> None:
     model, batch = Wide(), torch.randn(4096, 256)
-    parts = recomputing(model, "on")
-    assert parts.pool
-    parts.pool.limit_bytes = 10 * MIB
+    host = HostMemory()
+    parts = recomputing(model, "on", host=host)
+    pool = host.in_use
+    assert pool
+    pool.limit_bytes = 10 * MIB
     gc.collect()
     live = gpu.reading().live_bytes
     with pytest.raises(WorkloadError, match=r"Host memory is short: 12\.0 MiB .* may use 10\.0 MiB"):
         peak(gpu, model, parts, batch)
     gc.collect()
     assert gpu.reading().live_bytes == live
-    assert parts.pool.used_bytes == 0
+    assert pool.used_bytes == 0
 
 
 def test_what_was_put_aside_ends_without_python_code_in_which_an_interrupt_would_be_lost() -> None:
-    parts, called = recomputing(Wide(), "on"), list[str]()
-    assert parts.pool
+    host, called = HostMemory(), list[str]()
+    parts = recomputing(Wide(), "on", host=host)
+    pool = host.in_use
+    assert pool
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
@@ -180,7 +186,7 @@ def test_what_was_put_aside_ends_without_python_code_in_which_an_interrupt_would
     with parts.on():
         loss = Wide()(torch.ones(8, 256)).sum()
         loss.backward(retain_graph=True)
-        assert parts.pool.used_bytes > 0
+        assert pool.used_bytes > 0
         before = sys.getprofile()
         sys.setprofile(note)
         try:
@@ -188,7 +194,7 @@ def test_what_was_put_aside_ends_without_python_code_in_which_an_interrupt_would
         finally:
             sys.setprofile(before)
     assert called == []
-    assert parts.pool.used_bytes == 0
+    assert pool.used_bytes == 0
 
 
 def test_buffers_of_other_sizes_leave_when_host_memory_would_be_short() -> None:
@@ -207,12 +213,14 @@ def test_host_memory_that_could_not_be_had_is_not_counted(monkeypatch: pytest.Mo
     def refuse(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
-    parts = recomputing(nn.Identity(), "on")
-    assert parts.pool
+    host = HostMemory()
+    parts = recomputing(nn.Identity(), "on", host=host)
+    pool = host.in_use
+    assert pool
     monkeypatch.setattr(np, "empty", refuse)
     with parts.on(), pytest.raises(MemoryError):
         torch.ones(64, 64, requires_grad=True).exp().exp()
-    assert parts.pool.used_bytes == 0
+    assert pool.used_bytes == 0
 
 
 def test_a_weight_that_is_changed_before_backward_needs_it_is_refused() -> None:

@@ -36,16 +36,13 @@ _CASTS_AND_VIEWS = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "Perm
 class Offload:
     """Offloading of one model's activations, inside :meth:`on`.
 
-    Attributes:
-        pool: the host memory.
-
     Args:
         model: whose weights and buffers stay where they are.
         pool: the host memory.
     """
 
     def __init__(self, model: nn.Module, pool: HostPool) -> None:
-        self._model, self.pool = model, pool
+        self._model, self._pool = model, pool
         self._staying: dict[int, StorageWeakRef] = {}
         self._away: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[_Away]]] = {}
         self._last: weakref.ref[_Away] | None = None
@@ -82,7 +79,7 @@ class Offload:
         reference, away = self._away.get((place, version(tensor)), (None, None))
         kept = away() if reference and away and not reference.expired() else None
         if kept is None:
-            kept = _Away(self.pool, tensor, self._last() if self._last else None)
+            kept = _Away(self._pool, tensor, self._last() if self._last else None)
             self._away[place, version(tensor)] = StorageWeakRef(storage), weakref.ref(kept)
             self._last = weakref.ref(kept)
         return Aside(kept, tensor)

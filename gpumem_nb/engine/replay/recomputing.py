@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...memory.host_pool import HostMemory, HostPool, HostUse
+from ...memory.host_pool import HostMemory, HostUse
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from ...shared.knobs.step import checkpointing_of
@@ -114,11 +114,6 @@ class Recomputing:
     def host_bytes(self) -> HostUse:
         """Return how many bytes waited in host memory in the latest step, and how many may."""
         return self._host.use
-
-    @property
-    def pool(self) -> HostPool | None:
-        """Return the host memory in which activations wait; ``None`` while they stay on the device."""
-        return self._offload.pool if self._offload else None
 
     def set_compile(self, how: str) -> None:
         """Have forward of blocks compiled, or plain; blocks that came into the model since the last time are found.
