@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...internals.fake_internals import is_fake
 from ...internals.torch_internals import (
     address,
     func_transforms_allowed,
@@ -79,7 +78,7 @@ class Offload:
         reference, away = self._away.get((place, version(tensor)), (None, None))
         kept = away() if reference and away and not reference.expired() else None
         if kept is None:
-            kept = _Away(self._pool, tensor, self._last() if self._last else None)
+            kept = _Away(self._pool, storage, self._last() if self._last else None)
             self._away[place, version(tensor)] = StorageWeakRef(storage), weakref.ref(kept)
             self._last = weakref.ref(kept)
         return Aside(kept, tensor)
@@ -108,7 +107,7 @@ class Aside(_Saved):
 
     def __init__(self, away: _Away, tensor: Tensor) -> None:
         super().__init__(tensor)
-        self._counted = _without_bytes(self._counted)
+        self._counted.data = self._counted.new_empty(0)
         self._version = version(self._counted)
         self._away, self._requires_grad = away, tensor.requires_grad
         self._device = tensor.device
@@ -156,18 +155,15 @@ class _Away:
 
     Args:
         before: what was put aside before it, which backward asks for after it: that is fetched ahead.
-        tensor: one that lies in it; a dry run has no bytes.
     """
 
-    def __init__(self, pool: HostPool, tensor: Tensor, before: _Away | None) -> None:
-        storage = tensor.untyped_storage()  # whose device is another one in a dry run
-        self._nbytes, self._device = storage.nbytes(), tensor.device
+    def __init__(self, pool: HostPool, storage: torch.UntypedStorage, before: _Away | None) -> None:
+        self._nbytes, self._device = storage.nbytes(), storage.device
         self._before = weakref.ref(before) if before else None
         self._ahead: tuple[Tensor, Any] | None = None
         self._latest: weakref.ref[torch.UntypedStorage] | None = None
-        self._buffer = None if is_fake(tensor) else pool.take(self._nbytes, self._device, self)
-        if self._buffer is not None:
-            copy_out(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage), self._buffer)
+        self._buffer = pool.take(self._nbytes, self._device, self)
+        copy_out(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage), self._buffer)
 
     def back(self) -> torch.UntypedStorage:
         """Return them on the device: the same storage to all who ask for views of it at the same time."""
@@ -192,24 +188,16 @@ class _Away:
         flat = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
         if Recorder.current:
             Recorder.current.saved(flat)
-        return flat, None if self._buffer is None else copy_in(self._buffer, flat)
+        return flat, copy_in(self._buffer, flat)
 
 
 def _unpack(saved: Aside | _Staying) -> Tensor:
     return saved.tensor
 
 
-def _without_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor that counts the same changes and holds nothing; in a dry run nothing is changed after it ran."""
-    if is_fake(tensor):
-        return tensor.new_empty(0)
-    tensor.data = tensor.new_empty(0)
-    return tensor
-
-
 def _has_storage(tensor: Tensor) -> bool:
     """Return whether a tensor is one of torch's own, with bytes of its own that say what is in it."""
-    plain = (type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)) and tensor.layout is torch.strided
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     otherwise = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg() or is_all_zero(tensor)
     return plain and not otherwise
 
