@@ -88,12 +88,15 @@ class HostPool:
         self._free = defaultdict[tuple[str, int], list[Any]](list)
         self._asked = set[tuple[str, int]]()
         self._held = dict[int, _Lent]()  # what is not lent again, by its address
+        self._used: int | None = 0  # the sum of what is lent: unknown while that changes, or where an interrupt came
 
     @property
     def used_bytes(self) -> int:
         """Return the bytes of the buffers in use now."""
         self._take_back()
-        return sum(self._lent.values())
+        if self._used is None:
+            self._used = sum(self._lent.values())
+        return self._used
 
     @property
     def held_bytes(self) -> int:
@@ -103,13 +106,15 @@ class HostPool:
 
     def _take_back(self) -> None:
         while self._ended:
-            lent = self._ended[0]
-            known = self._lent.pop(lent, None) is not None  # it is not, where an interrupt came in between
-            if known and lent.buffer is not None:
+            lent, used = self._ended[0], self._used
+            self._used = None
+            known = self._lent.pop(lent, None)  # it is not, where an interrupt came in between
+            if known is not None and lent.buffer is not None:
                 self._free[lent.key].append(lent.buffer)
             if self._held.get(lent.address) is lent:
                 del self._held[lent.address]
             self._ended.popleft()
+            self._used = None if used is None else used - (known or 0)
 
     @property
     def _free_bytes(self) -> int:
@@ -169,9 +174,11 @@ class HostPool:
     def _lend(self, user: Any, buffer: Any, key: tuple[str, int], address: int) -> None:
         lent = _Lent(user, self._ended.append)
         lent.buffer, lent.key, lent.address = buffer, key, address
+        used, self._used = self._used, None
         self._lent[lent] = key[1]
         if address:
             self._held[address] = lent
+        self._used = None if used is None else used + key[1]
 
 
 def _new(nbytes: int, device: torch.device) -> Any:

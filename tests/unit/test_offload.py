@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpumem_nb.engine.replay.recomputing import Recomputing
+from gpumem_nb.memory import host_pool
 from gpumem_nb.memory.host_pool import HostMemory, HostPool
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
 from gpumem_nb.shared.errors import WorkloadError
@@ -206,6 +208,56 @@ def test_buffers_of_other_sizes_leave_when_host_memory_would_be_short() -> None:
         assert sum(buffer.nbytes for one in held if (buffer := one()) is not None) <= pool.limit_bytes
     assert pool.used_bytes == 0
     assert pool.peak_bytes == 6 * MIB
+
+
+class Interrupting:
+    """Raises ``KeyboardInterrupt`` at one of the lines that Python runs in the pool's file, counted from 0."""
+
+    def __init__(self, at: int) -> None:
+        self._left, self.came = at, False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Interrupting | None:
+        if frame.f_code.co_filename != host_pool.__file__:
+            return None
+        if event == "line":
+            self._left -= 1
+            if self._left == -1:
+                self.came = True
+                raise KeyboardInterrupt
+        return self
+
+
+def test_bytes_in_use_are_those_of_what_lives_wherever_an_interrupt_came() -> None:
+    device = torch.device("cpu")
+    for at in count():
+        pool, users, held = HostPool(1), dict[nn.Module, int](), list[Tensor]()
+        for size in range(1, 9):
+            user = nn.Identity()
+            pool.take(size, device, user)
+            users[user] = size
+        held.append(pool.hold(32, device))
+        del user, users[next(iter(users))]
+        interrupt, before, new = Interrupting(at), sys.gettrace(), nn.Identity()
+        sys.settrace(interrupt)
+        try:
+            pool.take(64, device, new)
+            users[new] = 64
+            del users[next(iter(users))]
+            held.append(pool.hold(128, device))
+            held.pop(0)
+            pool.begin()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        lives = pool.used_bytes
+        if new not in users:  # lent, or not yet
+            del new
+            assert pool.used_bytes in (lives, lives - 64)
+        assert pool.used_bytes == sum(users.values()) + sum(one.nbytes for one in held)
+        if not interrupt.came:
+            assert at > 20
+            return
 
 
 def test_host_memory_that_could_not_be_had_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
