@@ -84,8 +84,11 @@ class Compiled:
         self._configs = generation_configs(model)
         self._methods = _methods(blocks)
 
-    def is_of(self, blocks: list[nn.Module]) -> bool:
-        """Return whether these are the blocks, and what was compiled of their classes is what these define by now."""
+    def follow(self, blocks: list[nn.Module]) -> bool:
+        """Take note of classes that came into these blocks, and say whether what was compiled still holds.
+
+        It does if these are the blocks, and their classes define what they did.
+        """
         known, self._methods = self._methods, self._methods | _methods(blocks)
         others_came = any(methods != self._methods[kind] for kind, methods in known.items())
         return not others_came and list(map(id, self.blocks)) == list(map(id, blocks))

@@ -124,7 +124,7 @@ class Recomputing:
             WorkloadError: they cannot be compiled; they are plain then.
         """
         self._compiles = False
-        if self._compiled and not self._compiled.is_of(self.blocks):
+        if self._compiled and not self._compiled.follow(self.blocks):
             self._compiled = None
         if how == "off":
             return
