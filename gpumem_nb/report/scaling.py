@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..shared.errors import InvalidInput
 from ..shared.questions import SWEEP_BYTES
 from ..shared.step_times import BACKWARD, COPY, DATA, FORWARD, PARTS, REDUCTION, UPDATE, StepTimes
-from ..shared.units import format_bytes, format_duration, format_rate
+from ..shared.units import as_whole, format_bytes, format_duration, format_rate
 from .tables import Report, Table
 
 
@@ -146,7 +147,12 @@ class ScalingReport(Report):
     threads: int
 
     def efficiency(self, ranks: int) -> float:
-        """Samples/s of each of so many ranks, measured or expected, beside those of each of the fewest measured."""
+        """Samples/s of each of so many ranks, measured or expected, beside those of each of the fewest measured.
+
+        Raises:
+            InvalidInput: not a whole number of at least 1.
+        """
+        ranks = _checked(ranks)
         found = {one.ranks: one.samples_per_s for one in self.measured}
         rate = found[ranks] if ranks in found else self.forecast(ranks)[0]
         return rate / ranks / (self._least.samples_per_s / self._least.ranks)
@@ -161,7 +167,11 @@ class ScalingReport(Report):
         Computing takes as long as on the ranks measured, but where they have virtual GPUs, which share their hosts'
         cores: these are shared by more. The reduction that backward does not hide grows as an all-reduce of the
         gradients does, over links like those measured.
+
+        Raises:
+            InvalidInput: not a whole number of at least 1.
         """
+        ranks = _checked(ranks)
         most = self.measured[-1]
         doublings = math.log2(max(2.0, ranks / most.ranks))
         return self._forecast(most, ranks), math.hypot(most.spread, self._missed * doublings)
@@ -258,3 +268,9 @@ class ScalingReport(Report):
                 "more slowly. With a GPU for each rank that loss is not there."
             )
         return notes
+
+
+def _checked(ranks: int) -> int:
+    if (count := as_whole(ranks, 1)) is None:
+        raise InvalidInput(f"{ranks!r} ranks cannot be forecast: write a whole number of at least 1, such as 8.")
+    return count

@@ -14,6 +14,7 @@ from ..shared import snapshot_folder
 from ..shared.answers import Progress
 from ..shared.errors import InvalidInput, NoSession
 from ..shared.messages import RankInfo
+from ..shared.units import checked_flag
 from ..ui.cells import import_panel
 from .looking import ReportsState
 from .planning import PredictsSettings
@@ -126,10 +127,14 @@ class Session(HoldsWorkload, TrainsWorkload, ReportsState, PredictsSettings):
 
         Args:
             big: in type that can be read from the back of a room.
+
+        Raises:
+            InvalidInput: ``big`` is neither true nor false.
         """
         global _panel
         from ..ui.panel import Panel
 
+        big = checked_flag("big", big)
         if _panel is not None and _panel.big != big:
             _panel.close()
         if _panel is None or _panel.closed:

@@ -23,7 +23,7 @@ from ..report.written import TraceFile
 from ..shared.answers import Progress
 from ..shared.errors import InvalidInput
 from ..shared.messages import Timeline
-from ..shared.units import check_names
+from ..shared.units import check_names, checked_flag
 
 
 class ReportsState:
@@ -66,10 +66,10 @@ class ReportsState:
             timeline: record one step, as :meth:`timeline` does.
 
         Raises:
-            InvalidInput: ``by`` is none of these.
+            InvalidInput: ``by`` is none of these, or ``timeline`` neither true nor false.
             WorkloadError: with ``timeline``, nothing is loaded, or the step could not be recorded.
         """
-        return self._life.cluster.inspection.report(by, timeline)
+        return self._life.cluster.inspection.report(by, checked_flag("timeline", timeline))
 
     def free(self) -> FreeReport:
         """Give cached memory that no tensor uses back to the devices, between two steps, also while training.
@@ -94,9 +94,10 @@ class ReportsState:
             timeline: also the latest step as it happened on each rank.
 
         Raises:
+            InvalidInput: ``timeline`` is neither true nor false.
             WorkloadError: nothing is loaded, or no step was done yet.
         """
-        return self._life.cluster.inspection.time(timeline)
+        return self._life.cluster.inspection.time(checked_flag("timeline", timeline))
 
     def verdict(self) -> Bottleneck | None:
         """Return what the time of a step is lost to, in a sentence, with the settings that would help.

@@ -26,6 +26,7 @@ from ..planning.what_if import AllocatorWhatIf, WhatFits, WhatIf
 from ..shared.answers import Progress
 from ..shared.errors import InvalidInput
 from ..shared.settings import Settings
+from ..shared.units import checked_flag
 
 
 class PredictsSettings:
@@ -227,9 +228,11 @@ class PredictsSettings:
             progress: told which change is being predicted.
 
         Raises:
+            InvalidInput: ``same_mathematics`` is neither true nor false.
             WorkloadError: nothing is loaded, or a small step failed.
         """
-        return Laddering(self._life.cluster).ladder(same_mathematics, progress, self._life.applying)
+        same = checked_flag("same_mathematics", same_mathematics)
+        return Laddering(self._life.cluster).ladder(same, progress, self._life.applying)
 
     def tune(
         self,
@@ -260,5 +263,5 @@ class PredictsSettings:
             InvalidInput: an argument that cannot be used.
             WorkloadError: nothing is loaded, or no step is possible.
         """
-        ask = Tuning(self._life.cluster).tune
-        return ask(budget, global_batch, seconds, knobs, same_mathematics, progress, self._life.applying)
+        same, ask = checked_flag("same_mathematics", same_mathematics), Tuning(self._life.cluster).tune
+        return ask(budget, global_batch, seconds, knobs, same, progress, self._life.applying)

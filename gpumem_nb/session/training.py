@@ -14,7 +14,7 @@ from ..report.runs.files import ImportedRuns
 from ..shared.answers import Progress
 from ..shared.errors import InvalidInput, WorkloadError
 from ..shared.settings import Settings
-from ..shared.units import as_whole
+from ..shared.units import as_whole, checked_flag
 
 MOST_STEPS = 10**9
 
@@ -115,8 +115,10 @@ class TrainsWorkload:
             wanted: ``False`` compares again with the settings before each flip.
 
         Raises:
+            InvalidInput: ``wanted`` is neither true nor false.
             WorkloadError: nothing is loaded, or no step was done under these settings.
         """
+        wanted = checked_flag("wanted", wanted)
         self._life.foreground.check_loaded()
         if not self._life.history.pin(wanted):
             raise WorkloadError("Nothing was measured under these settings yet. Train some steps first: %hvd_train 20")

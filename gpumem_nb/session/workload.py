@@ -12,7 +12,7 @@ from ..kernel.lifecycle import Lifecycle
 from ..kernel.questions.exporting import Exporting
 from ..report.written import ExportedScript, Snapshots, StateFile
 from ..shared.answers import Progress
-from ..shared.units import RankChoice, check_names
+from ..shared.units import RankChoice, check_names, checked_flag
 from ..shared.workload import Splits, Workload, WorkloadInfo
 
 
@@ -151,10 +151,10 @@ class HoldsWorkload:
             What was written, what is not carried over, and how to run it.
 
         Raises:
-            InvalidInput: not a path, or a file that cannot be written there.
+            InvalidInput: not a path, a file that cannot be written there, or a ``ddp`` that is neither true nor false.
             WorkloadError: nothing is loaded, or something cannot be exported; nothing was written.
         """
-        return Exporting(self._life.cluster).export(path, ddp)
+        return Exporting(self._life.cluster).export(path, checked_flag("ddp", ddp))
 
     def resume(
         self, path: str | os.PathLike[str] | None = None, progress: Progress = lambda what, done: None
@@ -232,10 +232,11 @@ class HoldsWorkload:
             show: called ten times a second and at the end.
 
         Raises:
-            InvalidInput: a syntax error in the code, or ranks that do not exist.
+            InvalidInput: a syntax error in the code, ranks that do not exist, or what is not a value of ``memory``.
             RankError, TimeoutError: as in :meth:`run`.
         """
-        return self._life.running.run_cell(source, title, result, memory, ranks, timeout, show)
+        tells = checked_flag("memory", memory)
+        return self._life.running.run_cell(source, title, result, tells, ranks, timeout, show)
 
     def push(self, variables: Mapping[str, Any], ranks: RankChoice = None) -> None:
         """Define variables on the ranks, all of them by default.

@@ -94,6 +94,14 @@ def as_whole(value: Any, least: float = -math.inf, most: float = math.inf) -> in
     return int(number) if least <= number <= most else None
 
 
+def checked_flag(name: str, given: Any) -> bool:
+    """Return ``True`` or ``False`` given for ``name``, NumPy's too; ``InvalidInput`` for what may mean either."""
+    of_numpy = type(given).__module__ == "numpy" and type(given).__name__ in ("bool", "bool_")
+    if not (of_numpy or isinstance(given, bool)):
+        raise InvalidInput(f"{name}={given!r} cannot be used: it must be True or False.")
+    return bool(given)
+
+
 def checked_seed(value: Any) -> int:
     """Return a seed given as a number or, as magics pass it, as text; ``InvalidInput`` says what is allowed."""
     try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gpumem_nb.report.scaling import NetworkReport, Scaled, ScalingReport
+from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.step_times import StepTimes
 
 MIB = 2**20
@@ -25,6 +28,14 @@ def test_efficiency_and_losses_are_those_of_the_steps() -> None:
     assert report.lost(report.measured[0]) == {}
     assert "slower computing 25%, reduction 25%" in str(report)
     assert list(report.frame()["samples_per_s"]) == pytest.approx([320, 320])
+
+
+@pytest.mark.parametrize("ranks", [0, 2.5, True, "4"])
+def test_numbers_of_ranks_that_cannot_be_are_refused(ranks: Any) -> None:
+    report = ScalingReport((steps(1, 0.1, 0.0), steps(2, 0.1, 0.0)), NETWORK, MIB, (), 1)
+    for asked in (report.forecast, report.efficiency):
+        with pytest.raises(InvalidInput, match="ranks cannot be forecast: write a whole number of at least 1"):
+            asked(ranks)
 
 
 def test_ranks_that_share_cores_compute_more_slowly_and_those_with_gpus_do_not() -> None:

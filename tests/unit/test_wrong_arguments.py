@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -22,7 +23,7 @@ from gpumem_nb.magics.training import TrainingMagics
 from gpumem_nb.session import Session
 from gpumem_nb.shared.errors import InvalidInput
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.units import as_whole
+from gpumem_nb.shared.units import as_whole, checked_flag
 from gpumem_nb.workloads import catalog
 
 
@@ -62,6 +63,7 @@ def session() -> Session:
         (lambda s: s.scaling(1.5), "^ranks=1.5 are not numbers of ranks: write them as a list"),
         (lambda s: s.scaling([True]), "^True ranks cannot be measured"),
         (lambda s: s.trace("a\0b.json"), "is not a file's path"),
+        (lambda s: s.export("a.py", ddp="no"), "^ddp='no' cannot be used: it must be True or False.$"),
         (lambda s: s.foreseen({"batch_size": 8}), "^A dict is not Settings"),
         (lambda s: s.train(np.float32(5)), "steps cannot be trained: write a whole number of at least 1"),
         (lambda s: Settings().replace(precision=np.ones(2)), r"^precision=array\(.* is not known"),
@@ -81,6 +83,30 @@ def test_whole_numbers_of_numpy_are_whole_numbers(session: Session) -> None:
     (steps, _), _ = cast(MagicMock, session._life.training.train).call_args
     assert type(steps) is int
     assert [as_whole(given, 1, 8) for given in (np.int64(8), 9, 0, True, 2.0, "2", np.bool_(True))] == [8, *[None] * 6]
+
+
+FLAGS = [
+    (name, flag.name)
+    for name, method in inspect.getmembers(Session, inspect.isfunction)
+    for flag in inspect.signature(method).parameters.values()
+    if not name.startswith("_") and flag.annotation == "bool"
+]
+
+
+@pytest.mark.parametrize(("name", "flag"), FLAGS)
+@pytest.mark.parametrize("given", ["no", None, 1])
+def test_what_is_neither_true_nor_false_is_refused(session: Session, name: str, flag: str, given: object) -> None:
+    method = getattr(Session, name)
+    needed = [one.name for one in inspect.signature(method).parameters.values() if one.default is one.empty]
+    with pytest.raises(InvalidInput, match=f"^{flag}={given!r} cannot be used: it must be True or False.$"):
+        method(session, **{one: "1" for one in needed if one != "self"}, **{flag: given})
+
+
+def test_numpys_true_and_false_are_pythons(session: Session) -> None:
+    session.pin(cast(bool, np.bool_(False)))
+    (wanted,), _ = cast(MagicMock, session._life.history.pin).call_args
+    assert wanted is False
+    assert [checked_flag("big", given) for given in (True, False, np.bool_(True))] == [True, False, True]
 
 
 @pytest.mark.parametrize("timeout", ["5", float("inf"), float("nan"), True, -1])
