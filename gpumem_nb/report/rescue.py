@@ -53,7 +53,8 @@ class Rescue:
         if failure.kind == "diverged":
             return failure.message
         if failure.phase == "settings":
-            return f"These settings cannot be used: {failure.message}"
+            where = "" if failure.everywhere else f" on rank {failure.rank}"
+            return f"These settings cannot be used{where}: {failure.message}"
         where = "in the evaluation" if failure.phase == "evaluation" else f"in the {failure.phase} part of the step"
         if failure.module:
             where += f", in {failure.module}"

@@ -211,7 +211,8 @@ class Failure:
     it. ``module`` is where in the model it was, as far as that can be told; ``asked_bytes`` and ``free_bytes`` are
     those wanted and left when memory ran out, ``None`` if not known. ``sample`` is a sentence about a sample that is
     much larger than others, if memory ran out for one; ``live`` who held the live bytes after memory had run out;
-    ``filled`` for what it ran out, as far as the line that ran tells: ``LOGITS``, ``SCORES``, or empty.
+    ``filled`` for what it ran out, as far as the line that ran tells: ``LOGITS``, ``SCORES``, or empty;
+    ``everywhere`` whether all ranks said the same, which the kernel notes.
     """
 
     rank: int
@@ -225,6 +226,7 @@ class Failure:
     sample: str = ""
     live: LiveBytes | None = None
     filled: str = ""
+    everywhere: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

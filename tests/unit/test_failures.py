@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,7 +13,10 @@ from torch import nn
 
 from gpumem_nb.engine.step.ambient import let_go
 from gpumem_nb.engine.step.failures import failure_of
-from gpumem_nb.shared.messages import LOGITS, SCORES, Failure
+from gpumem_nb.kernel.training.stalls import cause_of
+from gpumem_nb.report.rescue import Rescue
+from gpumem_nb.shared.messages import LOGITS, SCORES, ChunkReply, Failure, Reading
+from gpumem_nb.shared.settings import Settings
 
 
 def told(error: BaseException, phase: str = "forward", model: nn.Module | None = None, **room: Any) -> Failure:
@@ -169,3 +173,21 @@ def test_what_memory_ran_out_for_is_told_by_the_line_that_ran(
     frames = traceback.extract_tb(caught.tb)[:-1]  # an operator that runs out in truth is no frame
     monkeypatch.setattr(traceback, "extract_tb", lambda _: frames)
     assert told(caught.value).filled == filled
+
+
+def test_settings_that_not_all_ranks_can_use_are_told_with_the_rank_that_cannot() -> None:
+    short, other = (Failure(rank, "error", "settings", f"Host memory is short: {rank} MiB.") for rank in (1, 2))
+    replies = [
+        ChunkReply(rank, (), Reading(0, 0, 0, 0, None, None), failure)
+        for rank, failure in enumerate([None, short, other])
+    ]
+    told = cause_of(replies)
+    assert told == short
+    assert (
+        Rescue(told, 1, Settings()).headline == "These settings cannot be used on rank 1: Host memory is short: 1 MiB."
+    )
+    alike = [replace(reply, failure=replace(short, rank=reply.rank, message="no blocks.")) for reply in replies]
+    told = cause_of(alike)
+    assert told
+    assert Rescue(told, 1, Settings()).headline == "These settings cannot be used: no blocks."
+    assert cause_of([replies[0]]) is None

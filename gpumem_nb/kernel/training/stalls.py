@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ...cluster.calls import Call
 from ...cluster.ranks import Ranks
@@ -120,4 +121,6 @@ def cause_of(replies: Sequence[ChunkReply] | Sequence[Forecasts]) -> Failure | N
     """
     failures = [reply.failure for reply in replies if reply.failure]
     order = {"stall": 1, "interrupted": 2}
-    return min(failures, key=lambda failure: order.get(failure.kind, 0), default=None)
+    first = min(failures, key=lambda failure: order.get(failure.kind, 0), default=None)
+    said = {(failure.kind, failure.message) for failure in failures}
+    return first and replace(first, everywhere=len(failures) == len(replies) and len(said) == 1)
