@@ -169,6 +169,25 @@ def test_a_state_that_there_is_not_yet_is_foreseen_as_later_updates_bring_it(
     assert reply.samples[-1].live_peak_bytes == pytest.approx(found.live_peak_bytes, abs=64)
 
 
+def test_a_state_that_some_weights_have_not_yet_is_foreseen_as_well(
+    gpu: VirtualGPU, alone: Overheard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    monkeypatch.setattr(pieces, "_LEAST_ELEMENTS", 4096)
+    alone.keeps = False
+    one, on = trainer(gpu, "gpt2"), ON.replace(optimizer="adamw", offload_activations="on", batch_size=1)
+    weights = list(one.live.model.parameters())
+    for weight in weights[:-2]:
+        weight.requires_grad_(False)
+    assert one.run(Chunk(on, 1, 2)).failure is None
+    for weight in weights:
+        weight.requires_grad_(True)
+    found = one.trials.forecast(on, [1], [1], 0).of[0]
+    reply = one.run(Chunk(on, 2, 4, ledger_steps=1))
+    assert reply.failure is None
+    assert reply.samples[-1].live_peak_bytes == pytest.approx(found.live_peak_bytes, abs=64)
+
+
 def test_an_update_that_fails_half_way_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     one, again = made(), made()
     for trained in (one, again):

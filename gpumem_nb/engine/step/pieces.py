@@ -145,16 +145,22 @@ def by_pieces(pieces: Pieces | None, optimizer: Optimizer, step: Step) -> Step:
 
 
 def until_state_waits(pieces: Pieces | None, optimizer: Optimizer, step: Step) -> Step:
-    """Return a step that is foreseen: one that makes a state which waits from then on is followed by one more.
+    """Return a step that is foreseen: one that makes some state which waits from then on is followed by one more.
 
-    That brings the state to the device, as all later ones do, and takes more than the one that makes it.
+    That brings all of it to the device, as later ones do, and takes more than the one that makes it.
     """
 
-    def both() -> None:
+    def once_or_twice() -> None:
+        before = _having_state(optimizer)
         step()
-        step()
+        if _having_state(optimizer) > before:
+            step()
 
-    return both if pieces and pieces.aside and not any(optimizer.state.values()) else step
+    return once_or_twice if pieces and pieces.aside else step
+
+
+def _having_state(optimizer: Optimizer) -> int:
+    return sum(isinstance(kept, dict) and bool(kept) for kept in optimizer.state.values())
 
 
 BF16_WEIGHTS = "precision=bf16_weights", "Use precision=bf16"
