@@ -77,44 +77,50 @@ class HostPool:
 
     Attributes:
         peak_bytes: the most in use since the last step began.
+        taken_peak_bytes: the same of what :meth:`take` gave alone.
         limit_bytes: what this rank may use; the buffers that wait to be used again are part of it.
     """
 
     def __init__(self, ranks: int) -> None:
         self.limit_bytes = int(_SPARE * available_bytes() / ranks)
-        self.peak_bytes = 0
+        self.peak_bytes = self.taken_peak_bytes = 0
         self._lent: dict[_Lent, int] = {}  # and their bytes
         self._ended = deque[_Lent]()  # which came back, and were not put among the free ones yet
         self._free = defaultdict[tuple[str, int], list[Any]](list)
         self._asked = set[tuple[str, int]]()
         self._held = dict[int, _Lent]()  # what is not lent again, by its address
-        self._used: int | None = 0  # the sum of what is lent: unknown while that changes, or where an interrupt came
+        # Bytes of what was taken, and of what is held; unknown while that changes, and where an interrupt came then.
+        self._sums: tuple[int, int] | None = 0, 0
 
     @property
     def used_bytes(self) -> int:
         """Return the bytes of the buffers in use now."""
-        self._take_back()
-        if self._used is None:
-            self._used = sum(self._lent.values())
-        return self._used
+        return sum(self._in_use())
 
     @property
     def held_bytes(self) -> int:
         """Return the bytes of those that :meth:`hold` gave."""
+        return self._in_use()[1]
+
+    def _in_use(self) -> tuple[int, int]:
+        """Return the bytes of what was taken, and of what is held."""
         self._take_back()
-        return sum(lent.key[1] for lent in self._held.values())
+        if self._sums is None:
+            held = sum(nbytes for lent, nbytes in self._lent.items() if lent.address)
+            self._sums = sum(self._lent.values()) - held, held
+        return self._sums
 
     def _take_back(self) -> None:
         while self._ended:
-            lent, used = self._ended[0], self._used
-            self._used = None
-            known = self._lent.pop(lent, None)  # it is not, where an interrupt came in between
-            if known is not None and lent.buffer is not None:
+            lent, sums = self._ended[0], self._sums
+            self._sums = None
+            known = self._lent.pop(lent, 0)  # 0 where an interrupt came in between
+            if known and lent.buffer is not None:
                 self._free[lent.key].append(lent.buffer)
             if self._held.get(lent.address) is lent:
                 del self._held[lent.address]
             self._ended.popleft()
-            self._used = None if used is None else used - (known or 0)
+            self._sums = _moved(sums, -known, lent)
 
     @property
     def _free_bytes(self) -> int:
@@ -122,7 +128,7 @@ class HostPool:
 
     def begin(self) -> None:
         """A step begins: buffers of sizes that the last one had no use for are given back to the system."""
-        self.peak_bytes = self.used_bytes
+        self.peak_bytes, self.taken_peak_bytes = self.used_bytes, self._in_use()[0]
         for key in set(self._free) - self._asked:
             del self._free[key]
         self._asked = set()
@@ -134,6 +140,7 @@ class HostPool:
             WorkloadError: it would be more than the limit.
         """
         used = self._checked(nbytes, "for backward", "offload_activations=off, or a smaller batch_size")
+        self.taken_peak_bytes = max(self.taken_peak_bytes, used - self.held_bytes)
         key = device.type, nbytes
         self._asked.add(key)
         if not (kept := self._free[key]) and used + self._free_bytes > self.limit_bytes:
@@ -174,11 +181,18 @@ class HostPool:
     def _lend(self, user: Any, buffer: Any, key: tuple[str, int], address: int) -> None:
         lent = _Lent(user, self._ended.append)
         lent.buffer, lent.key, lent.address = buffer, key, address
-        used, self._used = self._used, None
+        sums, self._sums = self._sums, None
         self._lent[lent] = key[1]
         if address:
             self._held[address] = lent
-        self._used = None if used is None else used + key[1]
+        self._sums = _moved(sums, key[1], lent)
+
+
+def _moved(sums: tuple[int, int] | None, nbytes: int, lent: _Lent) -> tuple[int, int] | None:
+    if sums is None:
+        return None
+    taken, held = sums
+    return (taken, held + nbytes) if lent.address else (taken + nbytes, held)
 
 
 def _new(nbytes: int, device: torch.device) -> Any:

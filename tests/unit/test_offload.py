@@ -254,7 +254,8 @@ def test_bytes_in_use_are_those_of_what_lives_wherever_an_interrupt_came() -> No
         if new not in users:  # lent, or not yet
             del new
             assert pool.used_bytes in (lives, lives - 64)
-        assert pool.used_bytes == sum(users.values()) + sum(one.nbytes for one in held)
+        assert pool.held_bytes == sum(one.nbytes for one in held)
+        assert pool.used_bytes == sum(users.values()) + pool.held_bytes
         if not interrupt.came:
             assert at > 20
             return

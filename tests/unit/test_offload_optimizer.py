@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from gpumem_nb.engine.dry.batches import Batches
-from gpumem_nb.engine.dry.step import DryStep
 from gpumem_nb.engine.replay.loss_head import find_head
 from gpumem_nb.engine.step import pieces
 from gpumem_nb.engine.step.optimizers import build, hidden_matrices
@@ -21,16 +18,9 @@ from gpumem_nb.engine.step.pieces import by_pieces
 from gpumem_nb.engine.step.trainer import Trainer
 from gpumem_nb.memory import host_pool
 from gpumem_nb.memory.virtual_gpu.gpu import VirtualGPU
-from gpumem_nb.shared.categories import CATEGORIES, OPTIMIZER_STATE
-from gpumem_nb.shared.errors import InvalidInput
-from gpumem_nb.shared.forecast import Kernels
 from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
-from gpumem_nb.shared.workload import Workload
-from tests.links import Overheard
-from tests.tiers import every, first_tier
-from tests.unit.test_muon import MODELS, trainer
-from tests.unit.test_narrow_weights import Net, bits, data, made, run, same, seen_loss
+from tests.unit.test_narrow_weights import Net, bits, made, run, same
 from tests.unit.test_one_rank import alone as alone  # a fixture
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -122,70 +112,6 @@ def test_flips_beside_other_knobs_change_no_bit(knobs: dict[str, Any], monkeypat
     assert losses == other_losses
     assert same(weights, other_weights)
     assert all(map(torch.equal, state, other_state))
-
-
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    first_tier(itertools.product(MODELS, ["adamw", "momentum", "adafactor"]), every(4)),  # each on another model
-)
-def test_the_peak_after_a_flip_is_the_one_that_was_predicted_and_off_again_is_as_before(
-    gpu: VirtualGPU, alone: Overheard, name: str, optimizer: str
-) -> None:
-    gc.collect()
-    alone.keeps = False
-    one, off = trainer(gpu, name), Settings(batch_size=2, optimizer=optimizer)
-    on = off.replace(offload_optimizer="on")
-    assert one.run(Chunk(off, 1, 3, ledger_steps=1)).failure is None
-    flips = [on, on.replace(optimizer_impl="loop"), off, on.replace(checkpointing="blocks", clip_norm=1.0), off]
-    peaks = []
-    for number, now in enumerate(flips, start=2):
-        found = one.trials.forecast(now, [2], [2], 0)
-        assert found.failure is None
-        reply = one.run(Chunk(now, number, 3, ledger_steps=1))
-        assert reply.failure is None
-        peaks.append(reply.samples[-1].live_peak_bytes)
-        assert peaks[-1] == pytest.approx(found.of[0].live_peak_bytes, abs=64)
-        ledger = reply.samples[-1].ledger
-        assert ledger is not None
-        held = sum(value.nbytes for value in state_of(one)) - waiting(one)
-        assert ledger.at_rest.get(OPTIMIZER_STATE, 0) == held
-        assert ledger.host_bytes == ledger.host_state_bytes == waiting(one)
-    assert peaks[2] == peaks[4] >= peaks[0]
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adafactor", "muon", "adamw8bit"])
-def test_a_state_that_there_is_not_yet_is_foreseen_as_later_updates_bring_it(
-    gpu: VirtualGPU, alone: Overheard, monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
-    gc.collect()
-    monkeypatch.setattr(pieces, "_LEAST_ELEMENTS", 4096)
-    alone.keeps = False
-    one = trainer(gpu, "gpt2")
-    assert one.run(Chunk(OFF.replace(optimizer="sgd"), 1, 2)).failure is None
-    on = ON.replace(optimizer=optimizer, offload_activations="on", batch_size=1)
-    found = one.trials.forecast(on, [1], [1], 0).of[0]
-    reply = one.run(Chunk(on, 2, 4, ledger_steps=1))
-    assert reply.failure is None
-    assert reply.samples[-1].live_peak_bytes == pytest.approx(found.live_peak_bytes, abs=64)
-
-
-def test_a_state_that_some_weights_have_not_yet_is_foreseen_as_well(
-    gpu: VirtualGPU, alone: Overheard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gc.collect()
-    monkeypatch.setattr(pieces, "_LEAST_ELEMENTS", 4096)
-    alone.keeps = False
-    one, on = trainer(gpu, "gpt2"), ON.replace(optimizer="adamw", offload_activations="on", batch_size=1)
-    weights = list(one.live.model.parameters())
-    for weight in weights[:-2]:
-        weight.requires_grad_(False)
-    assert one.run(Chunk(on, 1, 2)).failure is None
-    for weight in weights:
-        weight.requires_grad_(True)
-    found = one.trials.forecast(on, [1], [1], 0).of[0]
-    reply = one.run(Chunk(on, 2, 4, ledger_steps=1))
-    assert reply.failure is None
-    assert reply.samples[-1].live_peak_bytes == pytest.approx(found.live_peak_bytes, abs=64)
 
 
 def test_an_update_that_fails_half_way_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,22 +250,6 @@ def test_a_model_is_handed_back_with_its_state_on_the_device(gpu: VirtualGPU) ->
     assert all(gpu.holds(value) for value in state_of(one))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adamw8bit", "muon"])
-def test_without_ranks_it_is_predicted_as_well(optimizer: str) -> None:
-    given, kernels = Workload("net", Net, data, seen_loss([])), Kernels(True, 1024)
-    off, on = (
-        DryStep(given, Batches(data()), now.replace(optimizer=optimizer), kernels, ranks=2).trace(4)
-        for now in (OFF, ON)
-    )
-    state, left = (one.settled().bytes_by_category()[CATEGORIES.index(OPTIMIZER_STATE)] for one in (off, on))
-    small = sum(weight.numel() for weight in Net().parameters() if weight.dim() == 1 or weight.numel() < 256)
-    assert state > left
-    assert left <= 3 * 4 * small + 64
-    own = Workload("net", Net, data, seen_loss([]), optimizer=lambda params: Sum(params, lr=0.1))
-    with pytest.raises(InvalidInput, match="Sum is none of them"):
-        DryStep(own, Batches(data()), ON.replace(optimizer="own"), kernels, ranks=1)
-
-
 def test_off_costs_nothing(gpu: VirtualGPU) -> None:
     one = made()
     run(one, OFF, 1, 2)
@@ -358,25 +268,6 @@ def test_it_is_a_layer_of_its_own_that_gives_its_memory_back() -> None:
     gc.collect()
     assert pool.used_bytes == 0
     assert isinstance(one.live.model, nn.Module)
-
-
-def test_a_prediction_counts_what_would_wait_beside_the_device(
-    gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, settings = made(), ON
-    run(one, OFF, 1, 2)
-    state = sum(value.nbytes for value in state_of(one) if value.nbytes > 1024)
-    for _ in range(2):  # it waits in the second turn
-        found = one.trials.forecast(settings, [2, 4], [4, 16], 0)
-        assert [each.host_bytes for each in found.of] == [state, state]
-        assert not found.of[0].host_is_short
-        assert one.trials.forecast(OFF, [2], [2], 0).of[0].host_bytes == 0
-        both = one.trials.forecast(ON.replace(offload_activations="on"), [4], [4], 0).of[0].host_bytes
-        assert both > state
-        run(one, ON, 2, 1)
-    run(one, OFF, 3, 1)
-    monkeypatch.setattr(host_pool, "available_bytes", lambda: state)
-    assert one.trials.forecast(settings, [2], [2], 0).of[0].host_is_short
 
 
 def test_what_a_person_keeps_beside_the_state_is_left_alone() -> None:

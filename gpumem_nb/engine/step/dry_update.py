@@ -13,6 +13,7 @@ import statistics
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -130,6 +131,11 @@ class AskedUpdate(NamedTuple):
         if self.wanted:
             of_weights(self.wanted, in_groups(copied), self.sent_bytes, self.rows)
 
+    def waiting_bytes(self, copied: Optimizer) -> int:
+        """Return how much of the state of a copy that has taken this update waits in host memory."""
+        aside = self.pieces.aside if self.pieces else None
+        return sum(aside.waiting(copied)) if aside else 0
+
 
 def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Tensor], int]) -> Foreseen:
     """Return what an update would allocate, from the gradients that are there.
@@ -167,7 +173,7 @@ def foresee(update: AskedUpdate, device: torch.device, allocation: Callable[[Ten
             if was_changed():
                 raise CannotBeForeseen(_BY_ANOTHER_WAY)
             owned = kept_by(fake, lambda param: dry.real.get(id(param)))
-            return log.foreseen(owned)
+            return replace(log.foreseen(owned), waiting_bytes=asked.waiting_bytes(fake))
     except CannotBeForeseen:
         raise
     except Exception as error:

@@ -35,6 +35,7 @@ class _Known(NamedTuple):
 
     rows: tuple[tuple[int, int, int], ...]
     owned: tuple[tuple[int, int, int], ...]
+    waiting_bytes: int
 
 
 class KnownUpdates:
@@ -96,7 +97,7 @@ class KnownUpdates:
             found = foresee(update, device, lambda tensor: places.get(allocation(tensor), 0))
             at = {id(weight): place for place, weight in enumerate(weights)}
             owned = tuple((number, nbytes, at[id(weight)]) for number, nbytes, weight in found.owned)
-            self._known[key] = _Known(found.rows, owned)
+            self._known[key] = _Known(found.rows, owned, found.waiting_bytes)
             if len(self._known) > MOST_KNOWN:
                 del self._known[next(iter(self._known))]
         known = self._known[key]
@@ -107,6 +108,7 @@ class KnownUpdates:
         return Foreseen(
             tuple((real(number), nbytes, call) for number, nbytes, call in known.rows),
             tuple((real(number), nbytes, weights[place]) for number, nbytes, place in known.owned),
+            known.waiting_bytes,
         )
 
 
@@ -124,7 +126,7 @@ def _taken(update: AskedUpdate, device: Device) -> Foreseen:
     owned = tuple((log.allocation(value), value.untyped_storage().nbytes(), param) for value, param in state)
     events = log.end()
     rows = zip(events.allocation.tolist(), events.bytes.tolist(), events.call.tolist(), strict=True)
-    return Foreseen(tuple(rows), tuple(one for one in owned if one[0]))
+    return Foreseen(tuple(rows), tuple(one for one in owned if one[0]), update.waiting_bytes(optimizer))
 
 
 def _code(optimizer: Optimizer) -> Iterator[Any]:

@@ -71,6 +71,11 @@ class StateAside:
             return False
         return value.device == _META or (self.pool is not None and _is_large(value) and self.pool.holds(value))
 
+    def waiting(self, optimizer: Optimizer) -> list[int]:
+        """Return the bytes of each tensor of a state that waits."""
+        values = (value for _, kept in _of_weights(optimizer) for value in kept.values())
+        return [value.nbytes for value in values if self.waits(value)]
+
     def goes(self, value: Any) -> bool:
         """Return whether this is to wait, and does not yet."""
         return _is_large(value) and not self.waits(value)
@@ -120,15 +125,17 @@ class StateWaits:
         """Return where it would wait under these settings."""
         return (self.aside or StateAside(self._host.pool())) if self.wanted(settings) else None
 
-    def use(self, settings: Settings, optimizer: Optimizer) -> HostUse:
-        """Return what waits in a step like the latest one under these settings, as far as there is a state yet."""
-        now, aside = self._host.use, self.under(settings)
-        others = now.host_bytes - now.host_state_bytes
+    def use(self, settings: Settings, state_bytes: int) -> HostUse:
+        """Return what waits in a step like the latest one under these settings, with so much of states."""
+        pool, aside = self._host.in_use, self.under(settings)
+        others = pool.taken_peak_bytes if pool else 0  # states that an update on trial had there are gone
         if aside is None or aside.pool is None:
-            return HostUse(others, now.host_limit_bytes)
-        values = (value for _, kept in _of_weights(optimizer) for value in kept.values())
-        state = sum(value.nbytes for value in values if _is_large(value))
-        return HostUse(others + state, aside.pool.limit_bytes, state)
+            return HostUse(others, pool.limit_bytes if pool else 0)
+        return HostUse(others + state_bytes, aside.pool.limit_bytes, state_bytes)
+
+    def beside(self, optimizer: Optimizer, own: Optimizer | None) -> list[int]:
+        """Return the bytes of what waits of the workload's own optimizer, where another one is in question."""
+        return self.aside.waiting(own) if self.aside and own and own is not optimizer else []
 
     def apply(self, settings: Settings, optimizer: Optimizer, own: Optimizer | None) -> None:
         """Let the state of an optimizer wait, or bring it and that of the workload's ``own`` to the device.

@@ -131,7 +131,11 @@ class Trial:
         if trace and live.state_would_leave:
             trace = trace.without_state()
         if trace:
-            trace = replace(trace, **live.waits.use(live.settings, live.optimizer_in_question())._asdict())
+            beside = live.waits.beside(live.optimizer_in_question(), live.own_optimizer)
+            if not live.waits.wanted(live.settings):  # it comes to the device with that of the one in use
+                trace = trace.with_held(beside, OPTIMIZER_STATE)
+            state_bytes = trace.host_state_bytes + sum(beside)
+            trace = replace(trace, **live.waits.use(live.settings, state_bytes)._asdict())
         failure = beside_what_would_leave(outcome.failure, live, device)
         return cls(failure, trace, stepper.work_s, stepper.data_s, outcome.timings, stepper.not_foreseen)
 

@@ -72,6 +72,7 @@ class Observed:
         live_peak_bytes: the allocator's highest live bytes.
         virtual: whether it was a virtual GPU's.
         exact: whether every allocation was seen.
+        host_state_bytes: of the optimizer's state what waits in host memory after an update that is foreseen.
     """
 
     began_ns: int
@@ -83,6 +84,7 @@ class Observed:
     live_peak_bytes: int
     virtual: bool
     exact: bool
+    host_state_bytes: int = 0
 
 
 class Account:
@@ -200,6 +202,7 @@ class Account:
             layout=base.layout,
             held_foreign_bytes=base.foreign_bytes,
             allocator=base.allocator,
+            host_state_bytes=self._observed.host_state_bytes,
         )
 
     def _lives(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], _Array]:

@@ -260,10 +260,12 @@ class Foreseen:
     Attributes:
         rows: number of the allocation, bytes (negative for a release) and the operator call, counted from 1.
         owned: the optimizer's state afterwards: the allocation's number, its bytes, and the weight it is kept for.
+        waiting_bytes: of that state what waits in host memory then, beside the allocations.
     """
 
     rows: tuple[tuple[int, int, int], ...] = ()
     owned: tuple[tuple[int, int, Tensor], ...] = ()
+    waiting_bytes: int = 0
 
     @property
     def highest_bytes(self) -> int:

@@ -148,6 +148,7 @@ class Recorder:
                 live_peak_bytes=live_peak,
                 virtual=self._device.kind == "virtual",
                 exact=self._log.exact,
+                host_state_bytes=update.waiting_bytes if update else 0,
             )
         )
 
