@@ -17,7 +17,7 @@ from ...memory.ledger.recorder import Recorder
 from ...memory.tensors import tensors_in
 from ...shared.errors import WorkloadError
 from .. import cells
-from ..copies import refill
+from ..copies import changed_since, quick_checksum, refill
 from ..random_state import RandomState
 from ..undo.changing import Before, Changing, Key, can_be_filled
 from ..undo.places import Holding, elements_of, given
@@ -26,6 +26,7 @@ from ..undo.reachable import PLAIN
 
 OTHERWISE = "Use checkpointing=none, or make the block depend on nothing but its inputs."
 SOMETHING_ELSE = "run a second time it did something else than the first time"
+_OWN_WEIGHTS = "it changes its own weights in forward"
 OTHER_BLOCKS = "Use checkpointing=none, or name other blocks in Workload(blocks=...)."
 
 
@@ -245,6 +246,8 @@ class Seen:
         self._standing = RandomState.take(draws.recorded)
         self._weights = [weight for _, weight in state.python.weights()]
         self._looks = list(map(_look, self._weights))
+        # What writes them by way of data is not counted by torch.
+        self._summed = [(weight, quick_checksum(weight)) for weight in self._weights if self.compared]
         self._tensors = state.changing.before(state.tensors(self._taken[0]))
         self._statistics = state.statistics()
 
@@ -257,7 +260,10 @@ class Seen:
         self._state.changing.after(self._tensors, self.compared)
         if self.compared:
             self._state.counted |= self._taken[0].differing(self._state.python.take())
-        self._check_weights("it changes its own weights in forward")
+        summed, self._summed = self._summed, []
+        self._check_weights(_OWN_WEIGHTS)
+        if changed_since(summed):
+            raise cannot(_OWN_WEIGHTS)
 
     def enter(self) -> None:
         """Let everything be as the block saw it.
