@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
+from ..internals.torch_internals import batch_norms
 from ..memory.tensors import attributes, tensors_in
 from ..shared.errors import WorkloadError
 from ..shared.knobs.step import has_narrow_weights
@@ -30,7 +31,7 @@ from .cells import attached_names
 from .copies import checksum
 from .data.stream import ShardedStream
 from .link.communicator import here
-from .random_state import begin_at, seeded, set_aside
+from .random_state import RandomState, begin_at, seeded, set_aside
 from .seen_shapes import SeenShapes
 from .step.parts import evaluating
 from .step.samples import Looks
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 Norms = list[tuple[float, float]]
 _OTHER_SEED = 1
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _WHOLE_BATCH, _PARTS = 8, (2, 4)  # samples, and parts: classes and lengths hardly ever come out alike in all of them
 # Of a gradient's norm: more than fp32, or TF32 on a GPU, loses by adding up in another order; the same for 16 bits.
 _ROUNDING, _ROUNDING_16_BIT = 0.01, 0.05
@@ -48,7 +50,7 @@ _WHOLE = (torch.uint8, torch.int16, torch.int32)  # from the smallest: what imag
 
 
 def model_facts(trainer: Trainer, inputs: bool) -> ModelFacts:
-    """Of what is loaded; with ``inputs`` all ranks take a step for it, which is undone."""
+    """Return facts of the loaded model; for ``inputs`` all ranks take a step, which is undone."""
     live, found, batches = trainer.live, list[InputFacts](), 0
 
     def look(batch: Any) -> None:
@@ -102,10 +104,14 @@ def splits_to_mean(trainer: Trainer) -> bool | None:
     """Find out whether the gradient of a micro-batch is the mean of its parts' gradients.
 
     It is not for losses over pairs of samples, sums, means over tokens, and classes with weights. All ranks take small
-    steps, which are undone: in evaluation mode, because dropout would tell them apart. ``None`` if a step fails, or if
-    the whole one once more, with other random numbers, has another gradient, too.
+    steps, which are undone. Dropout and batch norms are in evaluation mode: they would tell parts apart. So is all the
+    rest if random numbers are drawn all the same; if not, it is in training mode, in which a model may compute something
+    else. ``None`` if a step fails, or if the whole one once more, with other random numbers, has another gradient, too.
     """
     live = trainer.live
+    modules = list(live.parts.modules())
+    norms = [norm for part in live.parts.named.values() for norm in batch_norms(part)]
+    calm = [*norms, *(one for one in modules if isinstance(one, _DROPOUTS))]
     wide = "fp32" if not has_narrow_weights(live.settings) else live.settings.precision  # there may be no room for fp32
     whole = live.settings.replace(
         batch_size=_WHOLE_BATCH,
@@ -124,32 +130,48 @@ def splits_to_mean(trainer: Trainer) -> bool | None:
             return None
         return not here().any_rank(not _alike(one or [], other or [], rounding), "splits alike")
 
-    first = _gradients_of(trainer, whole)
+    first, drew = _gradients_of(trainer, whole, calm)
+    if here().any_rank(drew, "splits drawn"):
+        calm = modules
+        first, _ = _gradients_of(trainer, whole, calm)
     for parts in _PARTS:
         split = whole.replace(batch_size=_WHOLE_BATCH // parts, accumulation_steps=parts)
-        found = alike(first, _gradients_of(trainer, split))
-        if found is False and not alike(first, _gradients_of(trainer, whole, _OTHER_SEED)):
+        found = alike(first, _gradients_of(trainer, split, calm)[0])
+        if found is False and not alike(first, _gradients_of(trainer, whole, calm, _OTHER_SEED)[0]):
             found = None
         if not found:
             return found
     return True
 
 
-def _gradients_of(trainer: Trainer, settings: Settings, seed: int | None = None) -> Norms | None:
-    """Take a step in evaluation mode, which is undone; ``None`` if it fails here. With a ``seed``, it draws others."""
-    seen, chunk = list[Norms](), Chunk(settings, NO_CONFIGURATION, 1, trial=True)
-    trainer.stepper.looks = Looks(gradients=lambda: seen.append(_gradients(trainer.live.parameters)))
+def _gradients_of(
+    trainer: Trainer, settings: Settings, calm: Iterable[nn.Module], seed: int | None = None
+) -> tuple[Norms | None, bool]:
+    """Take a step that is undone, with some modules in evaluation mode; with a ``seed``, it draws other numbers.
+
+    Returns:
+        The gradients, ``None`` if it fails here; and whether forward or backward drew random numbers.
+    """
+    seen, drew, chunk = list[Norms](), False, Chunk(settings, NO_CONFIGURATION, 1, trial=True)
+
+    def look() -> None:
+        nonlocal drew
+        drew = before.moved_anywhere()
+        seen.append(_gradients(trainer.live.parameters))
+
+    trainer.stepper.looks = Looks(gradients=look)
     try:
         with ExitStack() as stack:
             stack.enter_context(trainer.aside(settings))
             why_not = stack.enter_context(trainer.trying(chunk))
-            stack.enter_context(evaluating(trainer.live.parts.modules()))
+            stack.enter_context(evaluating(calm))
             if seed is not None:
                 stack.enter_context(seeded(seed))
+            before = RandomState.take()
             trainer.try_step(why_not, chunk)
     finally:
         trainer.stepper.looks = Looks()
-    return seen[0] if seen else None
+    return (seen[0] if seen else None), drew
 
 
 def _gradients(params: Iterable[Tensor]) -> Norms:
@@ -231,7 +253,7 @@ def sync_of_own(model: Any, data: Any) -> SyncLook:
 
 
 def sync_of_loaded(trainer: Trainer) -> SyncLook:
-    """Of what is loaded. The gradients are those of a step that is undone, in which all ranks take part.
+    """Return checksums of the loaded model; the gradients are of a step that all ranks take and undo.
 
     Raises:
         WorkloadError: this rank could not take it.
@@ -263,7 +285,7 @@ def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _checksum(tensor: Tensor, before: int = 0) -> int:
-    """Of all bits, each in its place."""
+    """Return a checksum of all bits, which also changes when they change places."""
     if tensor.is_sparse:
         tensor = tensor.detach().coalesce()
         return _checksum(tensor.values(), _checksum(tensor.indices(), before))
@@ -301,7 +323,7 @@ def _of_loader(loader: DataLoader[Any]) -> SeenSamples:
 
 
 def _as_numbers(keys: Any) -> tuple[tuple[int, ...], bool]:
-    """Return the same, or checksums of what are no whole numbers."""
+    """Return the keys if all are whole numbers, else checksums of them; and whether they were."""
     if all(isinstance(key, (int, np.integer)) for key in keys):
         return tuple(map(int, keys)), True
     return tuple(zlib.crc32(repr(key).encode()) for key in keys), False

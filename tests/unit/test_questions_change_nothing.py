@@ -226,7 +226,21 @@ def weighted(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], weight=torch.logspace(-2, 1, WIDTH))
 
 
-@pytest.mark.parametrize(("loss", "found"), [(mean_square, True), (noisy, None), (weighted, False)])
+def centred(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """No mean over samples in training mode, as losses over pairs are that are left out in evaluations."""
+    output: Tensor = model(batch[0])
+    return (output - output.mean(0) if model.training else output).square().mean()
+
+
+def drawing(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """Draws in training mode alone."""
+    output: Tensor = F.dropout(model(batch[0]), 0.5, model.training)
+    return output.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"), [(mean_square, True), (noisy, None), (weighted, False), (centred, False), (drawing, True)]
+)
 def test_a_loss_that_draws_is_not_said_to_be_no_mean_over_samples(loss: Any, found: bool | None) -> None:
     assert splits_to_mean(trainer_of(None, loss)) is found
 
