@@ -40,16 +40,17 @@ they run, and put back bit for bit where it differs:
   modules by the names that these functions use; names that come in the step are dropped;
 - hooks of modules, and those that `register_hook` puts on weights;
 - what lists, dicts, tuples, sets and deques among these hold, of any length and six deep; tensors in them of up to
-  64 KiB, and larger ones once their content was seen to change; NumPy arrays of up to 64 KiB.
+  64 KiB, and larger ones once their content was seen to change; NumPy arrays likewise.
 
 What one part raises stops no other, and the next step tells of it. A cell may change anything, so after each of them
 all that was learned of the model is found out anew, and the first update can be undone.
 
-Not restored: files, prints and what runs on other machines; objects of installed packages, of datasets, samplers and
-schedulers; what `next()` took from an iterator; other attributes of tensors, what serves as a key, and what `lru_cache`
-keeps; a tensor above 1 MiB that is neither a weight nor a buffer, in the first step that writes it, and in each that
-writes it through `.data` alone; one above 64 KiB that is written through `.data` for the first time after some steps
-without (in a checkpointed block it is refused in the next comparison); trained weights above 64 KiB that forward writes
+Not restored: files, prints and what runs on other machines; objects of installed packages and of Python's own modules
+(such as `queue.Queue`, `bytearray`, `io.StringIO`), and their variables; objects of datasets, samplers and schedulers;
+what `next()` took from an iterator; other attributes of tensors, what serves as a key, and what `lru_cache` keeps; a
+tensor above 1 MiB that is neither a weight nor a buffer, in the first step that writes it, and in each that writes it
+through `.data` alone; one above 64 KiB that is written through `.data` for the first time after some steps without (in
+a checkpointed block it is refused in the next comparison); trained weights above 64 KiB that forward writes
 in a question that comes before the first step after a cell (the next step says so).
 """
 

@@ -50,7 +50,7 @@ class PythonState:
         return taken
 
     def buffers(self) -> list[tuple[Key, Tensor]]:
-        """Of the latest look, tensors that modules registered as buffers, each once, with the place of one name."""
+        """Return the buffers that were found last, each once, with the place of one of its names."""
         return _each_once(self.found.buffers)
 
     def weights(self) -> list[tuple[Key, Tensor]]:
@@ -66,7 +66,8 @@ class PythonSnapshot:
     """State at one moment.
 
     Attributes:
-        tensors: those that are bound to a name or lie in a container, with their places, without buffers.
+        tensors: those that are bound to a name or lie in a container, with their places, without buffers; and large
+            arrays as such.
         followed, linked: the values in which more places are found.
     """
 
@@ -82,7 +83,7 @@ class PythonSnapshot:
             raise KeyError
         self._found = found
         self.linked = list(chain.from_iterable(map(dict.values, found.linking)))
-        self.tensors: list[tuple[Key, Tensor]] = []
+        self.tensors: list[tuple[Key, Tensor]] = [*found.large_arrays]
         self.followed: list[Any] = []
         self._alike = [group.read() for group in found.alike]
         self._contents: list[Any] = [place.read() for place in found.alone]

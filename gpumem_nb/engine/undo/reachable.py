@@ -12,6 +12,7 @@ import weakref
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -67,6 +68,7 @@ class Reachable:
         hooked, linking: those of hooks, and of hooks and children, in which something is found.
         generators: of random numbers, outside the global ones.
         arrays: NumPy's, of those that are small.
+        large_arrays: the others, as tensors of the same memory, with their places.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -77,6 +79,7 @@ class Reachable:
         self.hooks: list[dict[Any, Any]] = []
         self.generators: list[Any] = []
         self.arrays: list[Any] = []
+        self.large_arrays: list[tuple[Key, Tensor]] = []
         self._seen: dict[Any, Any] = {}  # with the things themselves: an id says something only while they live
         for root in roots:
             if isinstance(root, type):
@@ -126,9 +129,16 @@ class Reachable:
         elif isinstance(value, GENERATORS):
             self.generators.append(value)
         elif isinstance(value, np.ndarray):
-            self.arrays += [value] if value.nbytes <= SMALL_BYTES and value.flags.writeable else []
+            self._array(value, key)
         else:
             self._object(value, depth, key)
+
+    def _array(self, value: Any, key: Key) -> None:
+        if value.flags.writeable and value.nbytes <= SMALL_BYTES:
+            self.arrays.append(value)
+        elif value.flags.writeable:
+            with suppress(TypeError, ValueError):  # of types and layouts that torch does not know
+                self.large_arrays.append((key, torch.from_numpy(value)))
 
     def _object(self, value: Any, depth: int, key: Key) -> None:
         if isinstance(value, FunctionType):
