@@ -314,3 +314,22 @@ def test_what_an_optimizer_without_state_counts_is_taken_over_by_a_sync(postman:
         vars(lives[rank].own_optimizer)["updates"] = 5 - rank
         joining.make_alike(lives[rank])
     assert [vars(one.own_optimizer)["updates"] for one in lives] == [5, 5]
+
+
+def test_rank_zeros_state_is_not_given_to_an_optimizer_that_has_its_weights_in_another_order(
+    postman: Postman, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[int]] = []
+
+    def note(numbers: list[int], about: str) -> list[bool]:
+        told.append(list(numbers))
+        return [True] * len(numbers)
+
+    monkeypatch.setattr(joining, "alike", note)
+    for swapped in (False, True):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if swapped:
+            model[0], model[1] = model[1], model[0]
+        joining.make_alike(live(model, optimizer))
+    assert told[0] != told[1]

@@ -57,7 +57,9 @@ def make_alike(live: LiveModel) -> None:
         WorkloadError: weights of other names or shapes, or something that cannot be sent; raised on all ranks.
     """
     used = [one for one in dict.fromkeys((live.own_optimizer, live.optimizer)) if one]
-    held = [_tensors(live.parts), *([list(map(_shape, group["params"])) for group in one.param_groups] for one in used)]
+    names = {id(param): name for name, param in live.parts.named_parameters()}
+    groups_of = [group["params"] for optimizer in used for group in optimizer.param_groups]
+    held = [_tensors(live.parts), *([(names.get(id(one)), _shape(one)) for one in group] for group in groups_of)]
     if not all(alike([zlib.crc32(repr(held).encode())], "model")):
         raise WorkloadError(
             "The ranks hold weights of different names, shapes or strides, or sort them into other groups of the "
@@ -106,7 +108,7 @@ def _tensors(parts: Parts) -> list[Any]:
 
 
 def _shape(param: Any) -> str:
-    """Return that of what lies in a group, where a cell may have put anything."""
+    """Return the shape of an entry of a group as text; a cell may have put anything there."""
     return str(getattr(param, "shape", None))
 
 
