@@ -220,3 +220,23 @@ def test_weights_that_no_optimizer_has_are_named(two_ranks: Session) -> None:
     both.cell("optimizer.add_param_group({'params': net[4].parameters()})")
     both.train()
     both.check()
+
+
+def test_an_embedding_with_max_norm_that_no_module_shows_is_named(two_ranks: Session) -> None:
+    two_ranks.run("""
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(50, 8)), nn.Linear(8, 1)
+    def forward(self, x):
+        return self.out(nn.functional.embedding(x, self.table, max_norm=1.0)).mean(1)
+torch.manual_seed(0)
+net, loss = Net(), nn.MSELoss()
+rows = torch.utils.data.TensorDataset(torch.randint(0, 50, (96, 4)), torch.randn(96, 1))
+""")
+    two_ranks.attach(model="net", data="rows", loss="loss")
+    two_ranks.set(batch_size=4)
+    with pytest.raises(TrainingFailed, match=r"forward itself writes table, and on each rank something else.*max_norm"):
+        two_ranks.train(1)
+    assert len(weights(two_ranks)) == 1

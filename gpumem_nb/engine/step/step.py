@@ -42,14 +42,7 @@ from .pieces import by_pieces
 from .samples import Looks, Outcome
 from .step_clock import UNDOING, StepClock
 from .step_items import StepItems
-from .voting import StepOrder, Voting
-
-MOST_ATTEMPTS = 4  # at one step, before the user's code is taken to change what it trains each time
-_RESTLESS = (
-    f"the ranks did not come to agree in {MOST_ATTEMPTS} attempts at this step: which weights are trained, or get a "
-    "gradient, changes every time it is tried. Let the model, the loss and their hooks leave requires_grad and the "
-    "optimizer's groups as they are during a step."
-)
+from .voting import MOST_ATTEMPTS, StepOrder, Voting
 
 
 class Stepper:
@@ -102,7 +95,7 @@ class Stepper:
             Recorder.current.mark(phase)
 
     def enter(self, part: str, idle: bool = False) -> None:
-        """A part of the step begins, as far as time goes; ``idle``: the device is done with all before."""
+        """Count time for this part of the step from now on; ``idle``: the device has finished all work before it."""
         self._clock.enter(part, idle)
 
     def take(self, order: StepOrder, failure: Failure | None) -> Outcome:
@@ -122,7 +115,7 @@ class Stepper:
                     raise
             if outcome:
                 return outcome
-        return self.take(order, self.failure(WorkloadError(_RESTLESS)))
+        return self.take(order, self.failure(WorkloadError(self.voting.restless(self._written.known))))
 
     def _recorder(self) -> Recorder:
         return Recorder(self._device, *self._live.parts.named.values(), head=self._live.recomputing.wide_head)

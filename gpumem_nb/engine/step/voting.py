@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -29,6 +30,17 @@ from .reduction import GradientReduction
 if TYPE_CHECKING:
     from .step import Stepper
 
+MOST_ATTEMPTS = 4  # at one step, before the user's code is taken to change what it trains each time
+_RESTLESS = (
+    f"the ranks did not come to agree in {MOST_ATTEMPTS} attempts at this step: which weights are trained, or get a "
+    "gradient, changes every time it is tried. Let the model, the loss and their hooks leave requires_grad and the "
+    "optimizer's groups as they are during a step."
+)
+_APART = (
+    "forward itself writes {names}, and on each rank something else, so the ranks' weights would come apart in every "
+    "step. torch.nn.functional.embedding does so with max_norm, to the rows that it looks up: leave max_norm out, or "
+    "let forward compute with a changed copy of the weight."
+)
 _PARTIAL_NAMED = 3
 _MEASURED_EVERY = 20  # steps, of which the first shows what compression takes from gradients
 
@@ -74,6 +86,7 @@ class Voting:
         self.had = GradientsHad()
         self.watch = WeightWatch(live.parts, lambda: state_of(live.optimizer))
         self.squares: tuple[float, Tensor] | None = None
+        self._apart = False  # they came to differ in the attempt before
         self._agreed = False  # the ranks' weights were compared in the step under way, and are the same
         self._measured_at = -_MEASURED_EVERY
 
@@ -177,6 +190,7 @@ class Voting:
 
     def agree_anew(self, votes: Votes, step: Stepper) -> Failure | None:
         """Return what all ranks do before they take a step again, because they would not have stayed the same in it."""
+        self._apart = votes.differ
         try:
             with self._device.exempt():
                 if votes.compare:
@@ -195,6 +209,12 @@ class Voting:
             return step.failure(error)
         return None
 
+    def restless(self, written: Sequence[Tensor]) -> str:
+        """Say why the ranks could not agree on a step; ``written`` are the weights that forward is known to write."""
+        ids = set(map(id, written))
+        names = [name for name, param in self._live.parts.named_parameters() if id(param) in ids]
+        return _APART.format(names=_named(names)) if self._apart and names else _RESTLESS
+
     def counted(self, order: StepOrder) -> None:
         """The step counts."""
         self.had.note(*self.reduction.gradients)
@@ -208,9 +228,7 @@ class Voting:
             return ()
         self._told_partial |= new
         names = [name for name, param in self._live.parts.named_parameters() if id(param) in new]
-        more = f" and {len(names) - _PARTIAL_NAMED} more" if len(names) > _PARTIAL_NAMED else ""
-        which = ", ".join(names[:_PARTIAL_NAMED]) + more
-        return (f"{which}: some ranks had no gradient, which counts as zero in the {self._config.reduction}",)
+        return (f"{_named(names)}: some ranks had no gradient, which counts as zero in the {self._config.reduction}",)
 
     def _write_ballot(
         self, order: StepOrder, loss: Tensor | None, failure: Failure | None, step: Stepper
@@ -262,3 +280,8 @@ class Voting:
         live, device = self._live, self._device.torch_device
         places = live.sparse_places()
         return GradientReduction(live.parameters, places, self._ranks, self._config, device, live.shares)
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _PARTIAL_NAMED} more" if len(names) > _PARTIAL_NAMED else ""
+    return ", ".join(names[:_PARTIAL_NAMED]) + more

@@ -303,6 +303,11 @@ class WrittenByForward:
         self._missed = kept.missed
         return kept
 
+    @property
+    def known(self) -> list[Tensor]:
+        """Return those that forward is known to write."""
+        return self._written or []
+
     def after(self, kept: KeptWeights) -> list[Tensor]:
         """Learn what forward and backward have written since, and return what they are known to write."""
         if self._written is None:
