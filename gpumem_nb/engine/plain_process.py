@@ -16,7 +16,7 @@ import traceback
 from collections.abc import MutableMapping
 from typing import Any, NoReturn, TextIO
 
-from ..internals.ipykernel_internals import shell_here
+from ..internals.ipykernel_internals import refuse_embedded_shells, shell_here
 from ..internals.lightning_internals import see_no_mpi
 
 _OF_LAUNCHERS = ("OMPI_", "OPAL_", "PMIX_", "PRTE_")
@@ -57,6 +57,7 @@ def make_plain(variables: MutableMapping[str, Any]) -> None:
     sys.stdin = _NoInput()
     getpass.getpass = _refuse  # it would ask the terminal
     sys.breakpointhook = _refuse
+    refuse_embedded_shells(_refuse)
     for name in ("exit", "quit"):
         variables.pop(name, None)
         setattr(builtins, name, _Exit(name))

@@ -8,6 +8,7 @@
   redirect what the running cell prints.
 - ``Kernel._allow_stdin``: whether the page that asked for what runs now could ask a person for input.
 - ``Kernel._shutdown_message``: the answer to the request to shut down, made before the kernel ends its children.
+- ``IPython.terminal.embed``: a shell that it embeds takes the place of the kernel's, which then answers no request.
 - ``OutStream.set_thread_parent``: what a thread prints belongs to the request that it is told.
 - ``asyncio._set_running_loop``: the kernel answers requests inside of its event loop, and Python runs no other loop in
   the same thread meanwhile, unless it is told that none is running.
@@ -17,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 CHECKED_WITH = ("7.4.0",)
@@ -27,6 +29,16 @@ CHECKED_WITH = ("7.4.0",)
 def shell_here() -> Any:
     """Return the shell of this process, also where cells have deleted ``get_ipython``; ``None`` without one."""
     return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+
+
+def refuse_embedded_shells(refuse: Callable[..., Any]) -> None:
+    """Have this called in place of ``IPython.embed()``, whose shell would take the kernel's place for good."""
+    name, package = "IPython.terminal.embed", sys.modules.get("IPython")
+    if package is not None:
+        embed = ModuleType(name)  # the package imports its own when it is asked for, and that takes long
+        embed.embed = package.embed = refuse  # type: ignore[attr-defined]
+        embed.InteractiveShellEmbed = type("InteractiveShellEmbed", (), {"__init__": refuse})  # type: ignore[attr-defined]
+        sys.modules[name] = embed
 
 
 def request_under_way(shell: Any) -> Any:
