@@ -30,10 +30,17 @@ _REACHING_INSIDE = {
     "get_objects",
     "get_referrers",
     "user_ns",
+    "user_global_ns",
+    "user_module",
     "run_cell",
+    "run_cell_async",
+    "run_code",
+    "run_ast_nodes",
+    "ex",
+    "ev",
     "exec",
 }
-
+_BY_NAME = _REACHING | _REACHING_INSIDE | {"vars"}
 
 OF_CLASS = "__class__"
 """In place of a root: the class of some object, which may be any."""
@@ -229,11 +236,17 @@ def _is_another_each_time(value: ast.AST, meant: Mapping[str, str]) -> bool:
 
 def reaches(node: ast.AST) -> bool:
     """Return whether a part of a statement may reach names that do not stand in it."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("vars", "__import__"):
+    if isinstance(node, ast.Call) and last(node.func) in ("vars", "__import__"):
         given = [getattr(one, "value", "__main__") for one in node.args]
-        return "__main__" in given if node.func.id == "__import__" else not given
+        return "__main__" in given if last(node.func) == "__import__" else not given
+    if isinstance(node, ast.Call) and last(node.func) in ("getattr", "attrgetter"):
+        return not {getattr(one, "value", "") for one in node.args}.isdisjoint(_BY_NAME)
     if isinstance(node, ast.Attribute):
-        return node.attr in _REACHING_INSIDE or dotted(node, {}) == "sys.modules"
+        of_builtins = last(node.value) == "builtins" and node.attr in _REACHING
+        return of_builtins or node.attr in _REACHING_INSIDE or dotted(node, {}) == "sys.modules"
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return "__main__" in (getattr(node, "module", ""), *(alias.name for alias in node.names))
+        names, module = {alias.name for alias in node.names}, getattr(node, "module", "")
+        return "__main__" in (module, *names) or (module == "builtins" and not names.isdisjoint(_BY_NAME))
+    if isinstance(node, ast.Assign):
+        return isinstance(node.value, ast.Name) and node.value.id == "vars"
     return isinstance(node, ast.Name) and node.id in _REACHING

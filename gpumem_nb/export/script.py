@@ -154,7 +154,7 @@ class Values:
         return self._order.ddp and self._own and (facts.loss == "batch" or facts.criterion_weights or chunked)
 
     def all(self, flags: frozenset[str]) -> dict[str, str]:
-        """By name."""
+        """Return all of them by name."""
         settings, source, facts, order = self._settings, self._source, self._facts, self._order
         ready = source.kind == "ready"
         resumed = {"model": "" if ready or facts.buffers else "never", "named": "own", "optimizer": ""}

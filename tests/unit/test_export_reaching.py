@@ -28,6 +28,12 @@ REACHING = [
     "exec('net = [2]')",
     "globals().update(net=[3])",
     "(lambda: globals())()['net'].clear()",
+    "show = vars\nshow()['net'].clear()",
+    "import builtins\nbuiltins.vars()['net'].clear()",
+    "import builtins\nbuiltins.eval('net.clear()')",
+    "import builtins\ngetattr(builtins, 'exec')('net.clear()')",
+    "from builtins import exec as run\nrun('net.clear()')",
+    "import inspect\ngetattr(inspect.currentframe(), 'f_globals')['net'].clear()",
 ]
 
 
@@ -37,6 +43,19 @@ def test_cells_that_may_reach_anything_are_kept_whole_with_all_before_them(cell:
     assert sliced(*cells) == "\n\n".join(cells[:-1])
     with pytest.raises(WorkloadError, match="cannot be told"):
         sliced(*cells[:3], Cell(cell, everywhere=False))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "get_ipython().ex('net.clear()')",
+        "get_ipython().user_global_ns['net'].clear()",
+        "shell = get_ipython()\nshell.ev('net.clear()')",
+    ],
+)
+def test_cells_that_reach_anything_by_ipythons_shell_are_refused(cell: str) -> None:
+    with pytest.raises(WorkloadError, match="a script"):
+        sliced("net = [1]", cell)
 
 
 def test_a_function_that_reaches_anything_is_kept_where_it_is_called() -> None:
