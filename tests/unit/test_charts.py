@@ -17,6 +17,7 @@ from plotly import graph_objects as go
 from gpumem_nb.internals.plotly_internals import LiveFigure
 from gpumem_nb.report.rescue import Rescue
 from gpumem_nb.report.run_summary import Evaluation
+from gpumem_nb.shared.categories import CATEGORIES
 from gpumem_nb.shared.messages import Failure
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.step_times import PARTS
@@ -360,3 +361,30 @@ def test_hovering_shows_every_series_at_the_cursor_under_the_step_or_the_rank() 
 def test_each_rank_has_its_peak_as_a_number_over_its_bar() -> None:
     notes = drawn(two_ranks())[1]["annotations"]
     assert [(note["x"], note["text"]) for note in notes if note["xref"] == "x"] == [("0", "40"), ("1", "40")]
+
+
+def peaks_of(sizes: list[int], scale: float = 1.0) -> View:
+    """Return a view of a step of ranks with these peaks in MiB, whose ledgers are so many times as large as usual."""
+    steps = [[sample(1, rank, ledger(scale * size / 40))] for rank, size in enumerate(sizes)]
+    readings = [reading(round(scale * size * MIB), None) for size in sizes]
+    return View.of([info(rank) for rank in range(len(sizes))], readings, steps, lambda _: Settings())
+
+
+def test_of_more_ranks_than_have_room_for_numbers_the_worst_one_has_one() -> None:
+    notes = drawn(peaks_of([40, 40, 60, 40]))[1]["annotations"]
+    assert [(note["x"], note["text"]) for note in notes if note["xref"] == "x"] == [("2", "60")]
+
+
+def test_sizes_are_never_told_as_powers_of_ten() -> None:
+    assert list(named(peaks_of([1600]), "x2")) == ["parameters 160", "optimizer state 320", "activations 800"]
+    large = peaks_of([1600, 1500])
+    assert list(named(large, "x2"))[-1] == "activations 800"
+    notes = drawn(large)[1]["annotations"]
+    assert [note["text"] for note in notes if note["xref"] == "x"] == ["1600", "1500"]
+
+
+def test_what_is_too_little_to_be_seen_is_not_named() -> None:
+    sizes = {name: 0 for name in CATEGORIES} | {"parameters": 1, "activations": 20_000}
+    step = sample(1, 0, ledger(**sizes))
+    view = View.of([info(0)], [reading(20_001 * MIB, None)], [[step]], lambda _: Settings())
+    assert list(named(view, "x2")) == ["activations 19.5"]

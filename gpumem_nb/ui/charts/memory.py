@@ -15,7 +15,7 @@ from plotly import graph_objects as go
 
 from ...shared.categories import CATEGORIES
 from ...shared.units import format_bytes
-from ..series import Array, Peak, shown
+from ..series import Array, Peak, shown, worst_first
 from ..style import GREY, LOOKS, UNKNOWN, VERMILION
 from .chart import Axes, Chart, Drawn, Label, Place, beside, largest_parts, straight_line
 from .view import View
@@ -60,17 +60,27 @@ def _draw_vram(view: View, axes: Axes) -> Drawn:
     return Drawn(points, view.memory_range, annotations=[*_far_limits(view, axes), *_numbers(bars, view, axes)])
 
 
+_MOST_NUMBERS = 3  # in a narrow panel, more of them would cover each other
+
+
 def _numbers(bars: Mapping[str, Peak], view: View, axes: Axes) -> list[dict[str, Any]]:
-    """Return each rank's peak as a number over its bar."""
+    """Return each rank's peak as a number over its bar; of many ranks, the worst one's alone."""
+    worst = worst_first(list(bars.values()))[:1]
     return [
         {
-            "text": f"{peak.bytes / view.unit_bytes:.3g}",
+            "text": _number(peak.bytes / view.unit_bytes),
             "x": name,
             "y": max(peak.bytes, peak.reserved) / view.unit_bytes,
         }
         | {"xref": axes.x, "yref": axes.y, "yanchor": "bottom", "showarrow": False}
         for name, peak in bars.items()
+        if len(bars) <= _MOST_NUMBERS or peak in worst
     ]
+
+
+def _number(value: float) -> str:
+    """Return a size with three digits, and with as many as it has before the point."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def _part(peak: Peak, category: str | None) -> int | None:
@@ -157,6 +167,9 @@ def _draw_peaks(view: View, axes: Axes) -> Drawn:
     return Drawn([*bands, *lines, attempts], view.memory_range, shapes=limits, annotations=[*notes, *names])
 
 
+_WORTH_A_NAME = 0.001  # of the stack: less cannot be seen
+
+
 def _names(view: View) -> list[Label]:
     """Return the names of the largest categories of the latest step, and that of the limits, with their sizes."""
     limits = [
@@ -165,8 +178,9 @@ def _names(view: View) -> list[Label]:
     if not view.bands.step.size:
         return limits
     latest = view.bands.live[:, -1] / view.unit_bytes
-    words = [f"{name} {size:.3g}" for name, size in zip(CATEGORIES, latest, strict=True)]
-    return limits + largest_parts(latest, latest.tolist(), words, [LOOKS[name].colour for name in CATEGORIES])
+    words = [f"{name} {_number(size)}" for name, size in zip(CATEGORIES, latest, strict=True)]
+    colours = [LOOKS[name].colour for name in CATEGORIES]
+    return limits + largest_parts(latest, latest.tolist(), words, colours, _WORTH_A_NAME * float(latest.sum()))
 
 
 PEAK_OF_STEPS = Chart(
