@@ -103,9 +103,9 @@ def predict(
         WorkloadError: the workload cannot be run without memory; names the operator and the line.
     """
     from .planning import cold
-    from .ui.cells import progress_bar
+    from .ui.cells import PATIENCE_S, progress_bar
 
-    with progress_bar("Predicting", patience_s=1.0) as progress:
+    with progress_bar("Predicting", patience_s=PATIENCE_S) as progress:
         return cold.predict(workload, gpu=gpu, memory=memory, ranks=ranks, progress=progress, **knobs)
 
 

@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from ..report.progress_bar import ProgressBar
 from ..session import Session
-from ..ui.cells import progress_bar
-
-PATIENCE_S = 1.0
+from ..ui.cells import PATIENCE_S, progress_bar
 
 
 def patient(title: str, measured: bool = False) -> AbstractContextManager[ProgressBar]:

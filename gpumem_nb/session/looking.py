@@ -24,6 +24,7 @@ from ..shared.answers import Progress
 from ..shared.errors import InvalidInput
 from ..shared.messages import Timeline
 from ..shared.units import check_names, checked_flag
+from ..ui.cells import shows_progress
 
 
 class ReportsState:
@@ -123,6 +124,7 @@ class ReportsState:
         check_names({"model": model, "data": data})
         return self._life.cluster.inspection.sync(model, data)
 
+    @shows_progress("Measuring")
     def scaling(
         self,
         ranks: Sequence[int] | None = None,
@@ -144,6 +146,7 @@ class ReportsState:
         """
         return Scaling(self._life.cluster).measure(ranks, steps, progress)
 
+    @shows_progress("Checking the network")
     def check_network(self, progress: Progress = lambda what, done: None) -> NetworkReport:
         """Time all-reduces of all ranks, of messages from 1 KiB to 64 MiB: latency and bus bandwidth.
 
@@ -153,6 +156,7 @@ class ReportsState:
         self._life.foreground.check_alive()
         return Scaling(self._life.cluster).network(len(self._life.ranks.infos), progress)
 
+    @shows_progress("Tracing")
     def trace(
         self, path: str | os.PathLike[str], steps: int = 3, progress: Progress = lambda what, done: None
     ) -> TraceFile:

@@ -27,6 +27,7 @@ from ..shared.answers import Progress
 from ..shared.errors import InvalidInput
 from ..shared.settings import Settings
 from ..shared.units import checked_flag
+from ..ui.cells import shows_progress
 
 
 class PredictsSettings:
@@ -42,7 +43,7 @@ class PredictsSettings:
         gpu: str | Sequence[str],
         memory: str | int | None = None,
         ranks: int | None = None,
-        progress: Progress = lambda what, done: None,
+        progress: Progress | None = None,
         **knobs: Any,
     ) -> Prediction | ColdPredictions: ...
 
@@ -56,7 +57,7 @@ class PredictsSettings:
         gpu: str | Sequence[str] | None = None,
         memory: str | int | None = None,
         ranks: int | None = None,
-        progress: Progress = lambda what, done: None,
+        progress: Progress | None = None,
         **knobs: Any,
     ) -> Prediction | ColdPredictions:
         """Return what the present settings with these changes would need, and whether it fits the rank with least room.
@@ -78,8 +79,20 @@ class PredictsSettings:
         """
         if gpu is None and memory is None and ranks is None:
             return self._life.cluster.predicting.predict(knobs)
+        return self._predict_elsewhere(knobs, gpu, memory, ranks, **({"progress": progress} if progress else {}))
+
+    @shows_progress("Predicting")
+    def _predict_elsewhere(
+        self,
+        knobs: dict[str, Any],
+        gpu: str | Sequence[str] | None,
+        memory: str | int | None,
+        ranks: int | None,
+        progress: Progress = lambda what, done: None,
+    ) -> Prediction | ColdPredictions:
         return Elsewhere(self._life.cluster).predict(knobs, gpu, memory, ranks, progress)
 
+    @shows_progress("What would fit")
     def instead(self, predicted: Prediction, progress: Progress = lambda what, done: None) -> Prediction:
         """Return a prediction with what to train with in its place, in ``.instead``; the same where it fits.
 
@@ -119,8 +132,9 @@ class PredictsSettings:
             InvalidInput: as :meth:`predict`, and where the data bring micro-batches of their own.
             WorkloadError: as :meth:`predict`.
         """
-        return self._life.cluster.predicting.largest_fitting(knobs).size
+        return self.largest(**knobs).size
 
+    @shows_progress("Largest batch")
     def largest(self, /, *, progress: Progress = lambda what, done: None, **knobs: Any) -> Largest:
         """Return the same with what it needs of which limit; as text it is a sentence.
 
@@ -169,6 +183,7 @@ class PredictsSettings:
         """
         return self._life.cluster.predicting.peaks_by_batch(knobs)
 
+    @shows_progress("Examining")
     def doctor(self, progress: Progress = lambda what, done: None) -> Diagnosis:
         """Return what is wrong with this session as it is, the worst first, with the flips that would fix it.
 
@@ -183,6 +198,7 @@ class PredictsSettings:
         """
         return Doctoring(self._life.cluster).examine(progress)
 
+    @shows_progress("Examining")
     def checklist(self, progress: Progress = lambda what, done: None) -> Checklist:
         """Return the checklist of training on several devices: builds agree, gradients are synchronised, data is split.
 
@@ -195,6 +211,7 @@ class PredictsSettings:
         """Every prediction of this session whose settings were tried afterwards, beside what came."""
         return self._life.cluster.predicting.score()
 
+    @shows_progress("What if")
     def what_if(self, *, progress: Progress = lambda what, done: None) -> WhatIf:
         """Every single flip from here: what it would need, and whether it fits.
 
@@ -206,6 +223,7 @@ class PredictsSettings:
         """
         return self._life.cluster.predicting.what_if(progress)
 
+    @shows_progress("What fits")
     def what_fits(self, *, progress: Progress = lambda what, done: None) -> WhatFits:
         """Return the largest micro-batch that fits under each precision and checkpointing, and samples/s with it.
 
@@ -217,6 +235,7 @@ class PredictsSettings:
         """
         return Fitting(self._life.cluster).what_fits(progress, self._life.applying)
 
+    @shows_progress("Memory ladder")
     def ladder(self, *, same_mathematics: bool = False, progress: Progress = lambda what, done: None) -> Ladder:
         """Return the memory ladder: changes from here on, each on top of those before it, down to the least memory.
 
@@ -234,6 +253,7 @@ class PredictsSettings:
         same = checked_flag("same_mathematics", same_mathematics)
         return Laddering(self._life.cluster).ladder(same, progress, self._life.applying)
 
+    @shows_progress("Tuning")
     def tune(
         self,
         *,

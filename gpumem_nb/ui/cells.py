@@ -10,10 +10,11 @@ import importlib
 import io
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.getipython import get_ipython
@@ -28,6 +29,9 @@ from ..shared.units import name_ranks
 if TYPE_CHECKING:
     from ..cluster.calls import Call
 
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+PATIENCE_S = 1.0  # work that ends by then shows no progress
 _LIVE = 65536  # characters that are sent again each time something is printed; all of them come at the end
 
 
@@ -128,6 +132,30 @@ def progress_bar(title: str, measured: bool = True, patience_s: float = 0.0) -> 
     if in_notebook():
         return shown(ProgressBar(title, _Output(), rewrites=True, measured=measured, patience_s=patience_s))
     return shown(text_bar(title, sys.stderr, measured, patience_s))
+
+
+def shows_progress(title: str) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
+    """Decorate what takes ``progress``: called in a notebook's cell without it, it shows how far it is.
+
+    Nothing is shown in a terminal, nor of what another thread than that of cells does, such as one of the panel's.
+    """
+
+    def decorate(ask: Callable[Given, Found]) -> Callable[Given, Found]:
+        takes = signature(ask)
+
+        @wraps(ask)
+        def asked(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+            if not in_notebook() or threading.current_thread() is not threading.main_thread():
+                return ask(*args, **kwargs)
+            if "progress" in takes.bind(*args, **kwargs).arguments:
+                return ask(*args, **kwargs)
+            with progress_bar(title, patience_s=PATIENCE_S) as progress:
+                kwargs["progress"] = progress
+                return ask(*args, **kwargs)
+
+        return asked
+
+    return decorate
 
 
 class _Output(io.TextIOBase):

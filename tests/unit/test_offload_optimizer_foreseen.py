@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 from torch.optim import AdamW
@@ -19,6 +20,7 @@ from gpumem_nb.shared.messages import Chunk
 from gpumem_nb.shared.settings import Settings
 from gpumem_nb.shared.workload import Workload
 from tests.links import Overheard
+from tests.tiers import every, first_tier
 from tests.unit.test_muon import MODELS, trainer
 from tests.unit.test_narrow_weights import Net, data, made, run, seen_loss
 from tests.unit.test_offload_optimizer import OFF, ON, Sum, state_of, waiting
@@ -28,8 +30,10 @@ from tests.unit.test_one_rank import alone as alone  # a fixture
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "adafactor"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    first_tier(itertools.product(MODELS, ["adamw", "momentum", "adafactor"]), every(4)),  # each on another model
+)
 def test_the_peak_after_a_flip_is_the_one_that_was_predicted_and_off_again_is_as_before(
     gpu: VirtualGPU, alone: Overheard, name: str, optimizer: str
 ) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import pytest
 
 from gpumem_nb.install import long_step
 from gpumem_nb.report.progress_bar import left_in_words, left_s, shown, text_bar
+from gpumem_nb.shared.answers import Progress
 from gpumem_nb.shared.errors import Interrupted
+from gpumem_nb.ui import cells
 from tests.timing import HANG_S, until
 
 
@@ -115,3 +120,48 @@ def test_a_step_that_cannot_tell_shows_its_time_alone(capsys: pytest.CaptureFixt
     with long_step.long_step("Installing Horovod"):
         pass
     assert capsys.readouterr().out.startswith("Installing Horovod: 00:00\n")
+
+
+class _Asked:
+    """A session with one question, which takes ``progress`` last."""
+
+    told: ClassVar[list[object]] = []
+
+    @cells.shows_progress("What if")
+    def what_if(self, steps: int = 1, progress: Progress = lambda what, done: None) -> int:
+        """Note who is told."""
+        self.told.append(progress)
+        return steps
+
+
+def test_a_question_in_a_cell_shows_how_far_it_is_unless_somebody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[tuple[str, float]] = []
+
+    @contextmanager
+    def bar(title: str, measured: bool = True, patience_s: float = 0.0) -> Iterator[str]:
+        bars.append((title, patience_s))
+        yield "the bar"
+
+    monkeypatch.setattr(cells, "progress_bar", bar)
+    told: list[object] = []
+    monkeypatch.setattr(_Asked, "told", told)
+    asked = _Asked()
+    asked.what_if(2)
+    assert not bars, "a script or a terminal says nothing"
+    monkeypatch.setattr(cells, "in_notebook", lambda: True)
+    assert asked.what_if(2) == 2
+    assert (bars, told[1:]) == ([("What if", 1.0)], ["the bar"])
+
+    def mine(what: str, done: float) -> None:
+        raise AssertionError
+
+    asked.what_if(2, mine)
+    asked.what_if(progress=mine)
+    thread = threading.Thread(target=asked.what_if)
+    thread.start()
+    thread.join()
+    assert told[2:4] == [mine, mine]
+    assert len(bars) == 1, "nor does what a panel's thread asks"
+    twice: dict[str, Any] = {"steps": 2}
+    with pytest.raises(TypeError, match="steps"):
+        asked.what_if(1, **twice)
