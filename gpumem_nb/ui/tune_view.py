@@ -16,7 +16,7 @@ from ..shared.errors import InvalidInput
 from . import threads
 from .search_view import SearchView
 from .style import SHADES, mixed
-from .widgets import ApplyButton, Ask, box, style_sheet, text_of
+from .widgets import ApplyButton, Ask, box, style_sheet, text_of, toggle
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -120,14 +120,29 @@ class TuneView(SearchView):
         return result.line
 
     def _details(self, result: TuneResult) -> list[Any]:
-        """Return why, and what was measured, as a chart and as a table that is folded."""
-        table = f"<details><summary>everything that was measured</summary>{shown_html(result.shown[1:])}</details>"
-        parts: list[Any] = [ipywidgets.HTML(f"<p>{marked(result.why)}</p>"), ipywidgets.HTML(table)]
-        if result.measured:
-            from .figures import tuned_widget  # plotly takes long to import
+        """Return why, and a button that shows what was measured, as a chart and as a table."""
+        why = ipywidgets.HTML(f"<p>{marked(result.why)}</p>")
+        if not result.shown[1:]:
+            return [why]
+        more = toggle("details", "line-chart", "everything that was measured: speed, its standard error, memory, turns")
+        measured = box([], "gpumem-measured")
 
-            parts.insert(1, tuned_widget(result))
-        return parts
+        def unfold(change: dict[str, Any]) -> None:
+            if not measured.children:
+                measured.children = threads.make(lambda: _measured(result))
+            measured.layout.display = "" if change["new"] else "none"
+
+        more.observe(unfold, names="value")
+        return [why, more, measured]
+
+
+def _measured(result: TuneResult) -> list[Any]:
+    table = ipywidgets.HTML(shown_html(result.shown[1:]))
+    if not result.measured:
+        return [table]
+    from .figures import tuned_widget  # plotly takes long to import
+
+    return [tuned_widget(result), table]
 
 
 class FitsView(SearchView):

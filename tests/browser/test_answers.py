@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import expect
 
 from .lab import Lab
-from .panel_page import PanelPage, open_panel
+from .panel_page import PanelPage, named, open_panel
 
 LIMIT_MIB = 48
 
@@ -38,6 +38,8 @@ def test_three_presses_lead_to_a_script(lab: Lab, chrome: Any) -> None:
         expect(panel.said.first).to_contain_text("Doctor, ")  # a line of it stays
         apply = page.locator(".gpumem-apply")
         apply.wait_for()
+        expect(page.locator(".gpumem-answer .js-plotly-plot")).to_have_count(0)
+        page.locator(".gpumem-answer").get_by_role("button", name=named("details")).click()
         page.locator(".gpumem-answer .js-plotly-plot").wait_for()
         expect(panel.said.last).to_contain_text("Tuned: ")
         expect(page.locator(".gpumem-answer:visible")).to_contain_text("the present settings do not fit")

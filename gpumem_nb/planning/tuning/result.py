@@ -152,8 +152,8 @@ class TuneResult(Report):
             return "Tuned: nothing that fits was found."
         if best is now or not self.typed:
             return "Tuned: nothing clearly faster fits."
-        faster = f", {speed_of(best) / speed_of(now):.1f} × faster" if now else f", {_rate(best)} samples/s"
-        return f"Tuned: {self.typed}{faster}."
+        rate = f"{speed_of(best) / speed_of(now):.1f} × faster" if now else f"{format_rate(speed_of(best))} samples/s"
+        return f"Tuned: {self.typed}, {rate}."
 
     @property
     def _found(self) -> str:
