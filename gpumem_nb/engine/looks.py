@@ -105,7 +105,7 @@ def splits_to_mean(trainer: Trainer) -> bool | None:
 
     It is not for losses over pairs of samples, sums, means over tokens, and classes with weights. All ranks take small
     steps, which are undone. Dropout and batch norms are in evaluation mode: they would tell parts apart. So is all the
-    rest if random numbers are drawn all the same; if not, it is in training mode, in which a model may compute something
+    rest if random numbers are drawn all the same; if not, it is in training mode, in which models may compute something
     else. ``None`` if a step fails, or if the whole one once more, with other random numbers, has another gradient, too.
     """
     live = trainer.live
