@@ -158,3 +158,42 @@ def test_what_a_block_does_otherwise_after_a_cell_is_refused() -> None:
     cells.one_more()
     with pytest.raises(WorkloadError, match="run a second time it did something else"):
         loss(net, [torch.ones(4, WIDTH)]).backward()
+
+
+class Decaying(nn.Linear):
+    """Writes its weights by way of ``data``, which torch does not count, by so little that outputs hardly tell."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.999)
+        return super().forward(x).tanh()
+
+
+class DecayingAfter(nn.Linear):
+    """Writes them by way of an array of NumPy's, once they were used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).tanh()
+        array = self.weight.detach().numpy()
+        array *= 0.999
+        return y
+
+
+class Averaging(nn.Linear):
+    """Keeps an average of its weights in frozen ones."""
+
+    def __init__(self, features: int, results: int) -> None:
+        super().__init__(features, results)
+        self.average = nn.Linear(features, results).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.weight.data = 0.999 * self.average.weight.data + 0.001 * self.weight.data
+        return super().forward(x).tanh() * cast(Tensor, self.average(x))
+
+
+@pytest.mark.parametrize("kind", [Decaying, DecayingAfter, Averaging])
+def test_a_block_that_writes_its_weights_unseen_is_refused(kind: type[nn.Linear]) -> None:
+    net = nn.Sequential(kind(WIDTH, WIDTH), kind(WIDTH, WIDTH))
+    checkpointing = Checkpointing(net, list(net), "blocks")
+    with pytest.raises(WorkloadError, match=r"it changes its own weights in forward.*checkpointing=none"):
+        loss(net, [torch.ones(4, WIDTH)]).backward()
+    checkpointing.remove()

@@ -191,37 +191,6 @@ class Normalizing(Block):
         return super().forward(x)
 
 
-class Decaying(Block):
-    """Writes its weights by way of ``data``, which torch does not count, by so little that outputs hardly tell."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        next(self.inner.parameters()).data.mul_(0.999)
-        return super().forward(x)
-
-
-class Averaging(Block):
-    """Keeps an average of its weights in frozen ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = next(self.inner.parameters())
-        self.key.weight.data = 0.999 * self.key.weight.data + 0.001 * weight.data
-        return super().forward(x) * cast(Tensor, self.key(x)).sigmoid()
-
-
-class DecayingAfter(Block):
-    """Writes them by way of an array of NumPy's, once they were used."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        array = next(self.inner.parameters()).detach().numpy()
-        array *= 0.999
-        return y
-
-
 class Secretive(Block):
     """Counts where nobody can look."""
 
@@ -243,9 +212,6 @@ class Growing(Secretive):
     [
         (Descending, "it computes gradients in its own forward"),
         (Normalizing, "it changes its own weights in forward"),
-        (Decaying, "it changes its own weights in forward"),
-        (Averaging, "it changes its own weights in forward"),
-        (DecayingAfter, "it changes its own weights in forward"),
         (Secretive, "run a second time it did something else"),
         (Growing, "run a second time it did something else"),
     ],

@@ -153,12 +153,6 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
         lambda k: k["a"]["b"][0]["c"][0].item(),
     ),
     "an array": (lambda: np.zeros(3), lambda k: k.__setitem__(1, 5.0), lambda k: k.tolist()),
-    "a large array": (lambda: np.zeros(LARGE), lambda k: k.__iadd__(7), lambda k: k.sum()),
-    "a part of a large array in a list": (
-        lambda: [np.zeros((2, LARGE))[:, ::2]],
-        lambda k: k[0].__setitem__((1, 5), 7),
-        lambda k: k[0].sum(),
-    ),
     "a UserDict": (UserDict, lambda k: k.__setitem__("n", 1), lambda k: dict(k)),
     "a small tensor by way of data": (lambda: torch.zeros(3), lambda k: k.data.fill_(7), lambda k: k.tolist()),
     "a small tensor late": (

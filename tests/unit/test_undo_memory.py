@@ -123,3 +123,24 @@ def test_an_evaluation_that_fails_under_averaged_weights_leaves_both(before: int
     assert all(map(torch.equal, tensors, then))
     assert trainer.run(Chunk(settings, 1, 1)).failure is None
     assert all(map(torch.equal, tensors[2:], then[2:])), "the average is not trained"
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(None, None, 2)], ids=["whole", "every second column"])
+def test_a_large_array_of_numpys_that_forward_writes_is_put_back(part: slice) -> None:
+    class Averaging(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.averages = [np.zeros((WIDTH, SMALL_BYTES // 8))[:, part]]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.averages[0][-1] += 1
+            return super().forward(x)
+
+    net = Averaging()
+    state = ForwardState([net], loss)
+    for steps in range(3):
+        undo = ForwardUndo(state)
+        net(torch.ones(2, WIDTH))
+        undo.undo()
+        assert net.averages[0][-1].max() == net.averages[0][-1].min() == steps
+        net(torch.ones(2, WIDTH))
