@@ -40,7 +40,7 @@ class Call:
         self._callbacks: list[Callable[[], None]] = []
 
     def abort(self, error: ClusterDied) -> None:
-        """The ranks are gone: all that wait are told why, within a tenth of a second."""
+        """Tell every call that waits, within a tenth of a second, why the ranks are gone."""
         self._aborted = error
         for callback in self._callbacks:
             callback()

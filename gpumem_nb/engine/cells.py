@@ -161,7 +161,7 @@ class OfferedNames:
         return [name for name, value in objects.items() if self._variables[name] is not value]
 
     def taken_over(self) -> list[str]:
-        """Return once the names under which code has put something else of that kind since."""
+        """Return the names that code has bound to another object of that kind since; each is returned once."""
         taken_over = [name for name in self._put if name in self._variables and not self._is_ours(name)]
         for name in taken_over:
             del self._put[name]
@@ -187,7 +187,7 @@ class AttachedNames:
         self._said: dict[str, int] = {}  # by role: the id of the object of which it was said that it is another one
 
     def attached(self, names: Mapping[str, str | None], variables: Mapping[str, Any]) -> None:
-        """These are trained from now on, by their roles; none after anything else was loaded."""
+        """Note the variables that are trained from now on, by their roles; none if something else was loaded."""
         self._held = {role: (name, variables[name]) for role, name in names.items() if name is not None}
         self._said.clear()
 

@@ -46,7 +46,7 @@ def emptied(value: Any) -> bytes:
 
 
 class TooLarge(Exception):
-    """What is pickled takes more than it may."""
+    """A pickle that would take more bytes than it may."""
 
 
 def at_most(space: int) -> Any:

@@ -152,7 +152,7 @@ def check_horovod(facts: Facts) -> Item:
 
 
 def horovod_trouble(error: str) -> str:
-    """In words: not there, or there and built against another torch or MPI."""
+    """Say what is wrong with Horovod: it is missing, or was built against another torch or MPI."""
     try:
         version = importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -238,7 +238,7 @@ _NOT_KNOWN = "n/a"
 
 
 def versions() -> dict[str, str]:
-    """By name; ``n/a`` for what is not installed."""
+    """Return the versions of packages by name; ``n/a`` for one that is not installed."""
     found = {"gpumem_nb": __version__, "Python": platform.python_version()}
     found |= {name: _of_package(name) for name in _PACKAGES}
     return found | {"MPI": _of_mpi(), "system": f"{platform.system()} {platform.machine()}"}

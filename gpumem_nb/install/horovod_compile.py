@@ -64,7 +64,7 @@ def require_tools(target: Target) -> None:
 
 
 def require_compiler() -> None:
-    """A C++ compiler and make, on the user's own PATH.
+    """Check that a C++ compiler and make are on the user's PATH.
 
     Raises:
         SetupError: one of them is missing.

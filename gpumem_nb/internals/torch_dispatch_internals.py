@@ -26,7 +26,7 @@ class LookingMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return that."""
+        """Return ``True``, so that compiled functions are called as such."""
         return True
 
 

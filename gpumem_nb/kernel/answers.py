@@ -41,5 +41,5 @@ class Answers:
         return tuple(self._instead.values())
 
     def forget(self) -> None:
-        """The model may have changed."""
+        """Drop all answers: the model may have changed."""
         self.mean, self._instead = [], {}

@@ -50,7 +50,7 @@ def _freed(above: Prediction, one: Prediction) -> int:
 
 
 def _cost(above: Prediction, one: Prediction) -> float:
-    """Return by which share a sample takes longer; of settings that were not timed nothing is known, so the least."""
+    """Return the share by which a sample takes longer; the least one for settings that were not timed."""
     if not above.samples_per_s or not one.samples_per_s:
         return _LEAST_COST
     return max(_LEAST_COST, above.samples_per_s / one.samples_per_s - 1)

@@ -41,7 +41,7 @@ class Scored:
 
     @property
     def error(self) -> float | None:
-        """Return by which share of the measured live peak the prediction was too high.
+        """Return how far above the measured live peak the prediction was, as a share of it.
 
         ``None`` if no step was done, or the prediction is a lower bound.
         """

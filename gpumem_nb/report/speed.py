@@ -39,7 +39,7 @@ class Speed:
 
     @classmethod
     def of(cls, values: Sequence[float], with_cores: Sequence[float] = ()) -> Speed | None:
-        """Of the values of single steps, and of what each would have been :func:`with_a_core`; ``None`` without any."""
+        """Summarise samples/s of single steps, and what each would be :func:`with_a_core`; ``None`` without any."""
         both = statistics.median(values) / statistics.median(with_cores) if values and with_cores else 1.0
         starved = max(0.0, 1 - both)
         if len(values) < 2:
@@ -54,7 +54,7 @@ class Speed:
 
     @property
     def with_cores(self) -> Speed:
-        """What it would come to at most if no rank had waited for a core."""
+        """Return the highest speed possible if no rank had waited for a core."""
         median, low, high = (with_a_core(one, self.starved) for one in (self.median, self.low, self.high))
         return Speed(median, low, high, self.steps)
 

@@ -43,7 +43,7 @@ class Status(Report):
 
     @property
     def shown(self) -> list[str]:
-        """A line for each thing."""
+        """Return what the session does, a line for each rank, and what is trained."""
         lines = [self.doing]
         for info in self.ranks:
             # The name of a virtual GPU says its limit.

@@ -33,7 +33,7 @@ class RankTime:
 
     @classmethod
     def of(cls, rank: int, samples: Sequence[Sample]) -> RankTime:
-        """Of steps whose times are known."""
+        """Average the steps whose times are known."""
         times = [sample.times for sample in samples if sample.times]
         seconds = {part: statistics.fmean(one[part] for one in times) for part in PARTS}
         hidden = [one.hidden_s for one in times if one.hidden_s is not None]

@@ -56,7 +56,7 @@ def start(n: int | None = None, *, progress: Progress = lambda what, done: None,
 
 
 def resume(path: str | os.PathLike[str] | None, progress: Progress) -> StateFile:
-    """As :meth:`Session.resume`; where there is no session, ranks are started for it."""
+    """Resume as :meth:`Session.resume` does; without a session, start ranks first."""
     if _current is None:
         source, ranks, limit = state_files.ranks_for(path)
         start(ranks, memory_limit=limit, progress=progress)

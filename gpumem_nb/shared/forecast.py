@@ -122,7 +122,7 @@ class Forecast:
 
     @property
     def error_bytes(self) -> int:
-        """Return by how much reserved bytes may come out higher or lower."""
+        """Return the error of the reserved bytes, up or down."""
         least = LARGE_SEGMENT_BYTES if self.how in (BY_PEAKS, BY_PEAKS_AT_MOST) else SEGMENT_BYTES
         return max(round(self.error * self.reserved_peak_bytes), least)
 

@@ -121,7 +121,7 @@ def learning_rate(settings: Settings, done: int, ranks: int) -> float:
 
 
 def batch_factor(settings: Settings, ranks: int) -> float:
-    """By how much the rate follows the global batch away from the one that it was chosen for.
+    """Return the factor by which the rate follows the global batch away from the one it was chosen for.
 
     ``linear``: Goyal et al. 2017 (arXiv 1706.02677), section 2.1. ``sqrt``: Krizhevsky 2014 (arXiv 1404.5997), section
     5; for Adam, Malladi et al. 2022 (arXiv 2205.10287).

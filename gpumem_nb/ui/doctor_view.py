@@ -65,7 +65,7 @@ class DiagnosisView:
 
     @property
     def line(self) -> str:
-        """How much was found, and the worst of it."""
+        """Say how many findings there are, and name the worst."""
         findings = self._diagnosis.findings
         if not findings:
             return f"Doctor: {self._diagnosis.headline.partition(':')[0].lower()}."

@@ -234,7 +234,7 @@ class RemoteRank(NamedTuple):
 
 
 def ranks_on(host: RemoteHost, ranks: Sequence[Identity | RemoteRank]) -> dict[int, RemoteRank]:
-    """Those of all ranks that run on a host, by number."""
+    """Return the ranks that run on a host, by their numbers."""
     return {rank: who for rank, who in enumerate(ranks) if isinstance(who, RemoteRank) and who.host is host}
 
 

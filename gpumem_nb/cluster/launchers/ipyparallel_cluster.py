@@ -84,7 +84,7 @@ def start_engines(cluster: Any, size: int, settings: dict[str, dict[str, Any]]) 
 
 
 def connection_file(cluster: Any) -> Path:
-    """By which engines find the controller."""
+    """Return the file by which engines find the controller."""
     return Path(cluster.controller.connection_files["engine"])
 
 

@@ -121,7 +121,7 @@ def agree(stream: Stream, look: Look) -> None:
 
 
 def _places(length: int) -> list[int]:
-    """Of the samples that are looked at, in a dataset of that length."""
+    """Return the places of the samples to compare in a dataset of this length."""
     return sorted({place * (length - 1) // (_LOOKED_AT - 1) for place in range(_LOOKED_AT)})
 
 

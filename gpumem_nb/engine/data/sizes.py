@@ -22,7 +22,7 @@ _DEEPEST, _MOST = 5, 100_000
 
 
 def shapes(value: Any) -> list[tuple[int, ...]]:
-    """Of the tensors, arrays and images in something."""
+    """Return the shapes of the tensors, arrays and images in a value."""
     return [shape for leaf in islice(_leaves(value), _MOST) if (shape := _shape(leaf)) is not None]
 
 

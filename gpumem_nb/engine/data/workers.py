@@ -101,7 +101,7 @@ class Workers:
 
     @contextmanager
     def _ended_if_it_fails(self) -> Iterator[None]:
-        """An interrupt may have lost what a worker sent: the next step begins with new ones."""
+        """End the workers if the code inside fails: an interrupt may have lost what one sent."""
         try:
             yield
         except BaseException as error:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Hollow:
-    """What is trained.
+    """Everything that is trained, without the values of its tensors.
 
     Attributes:
         name: of the workload.

@@ -1,4 +1,4 @@
-"""What would fit where settings do not: lighter values of the knobs, and smaller micro-batches of the same samples."""
+"""Settings that would fit in place of others: lighter values of knobs, and smaller micro-batches of as many samples."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Run:
         return _last(partial(fits, stepped=True), min(max(1, guess), size))
 
     def _forecast(self, asked: Target, batch_size: int, limit: int | None, stepped: bool = False) -> Forecast:
-        """Of a step of this size, which is taken if it is to be ``stepped``, or does not follow from others."""
+        """Forecast a step of this size; take it if ``stepped``, or if steps of other sizes do not tell."""
         if self._with_memory:
             steps = SmallSteps([small.with_held(asked.held_bytes, COMMUNICATION) for small in self._with_memory])
             return replace(forecast(steps, batch_size, limit), how=ON_CPU)
@@ -180,7 +180,7 @@ class Run:
         return from_the_start(trace.with_held(asked.held_bytes, COMMUNICATION), limit, self._certainty)
 
     def _limit(self, asked: Target) -> int | None:
-        """Of what may be reserved, once a step was taken."""
+        """Return how many bytes may be reserved; a step must have been taken."""
         if asked.limit_bytes is None:
             return None
         return max(1, asked.limit_bytes - asked.convolution_bytes * self._convolves)

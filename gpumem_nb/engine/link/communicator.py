@@ -1,6 +1,6 @@
 """The interface through which ranks communicate, whatever library carries it, and a rank by itself.
 
-A backend is one file with a :class:`Communicator`; ``tests/unit/test_link.py`` says what each of them must do.
+A backend is one file with a :class:`Communicator`; ``tests/link_promises.py`` says what each of them must do.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Single(Communicator):
         """Leave the tensors as they are."""
 
     def separated(self) -> bool:
-        """Return no: there is no other rank."""
+        """Return ``False``: there is no other rank."""
         return False
 
     def is_separation(self, error: BaseException) -> bool:

@@ -158,7 +158,7 @@ def began_s() -> float:
 
 @contextmanager
 def request(what: str, message: Any) -> Iterator[None]:
-    """The main thread works on this request; pulses travel beside its answer."""
+    """Note that the main thread works on this request inside; pulses travel beside its answer."""
     global _request
     _request = _Request(what, message, time.monotonic())
     try:

@@ -107,7 +107,7 @@ class Logits:
         return math.prod(self.shape)
 
     def is_floating_point(self) -> bool:
-        """Return that they are no whole numbers."""
+        """Return ``True``, as a tensor of logits does."""
         return True
 
     def contiguous(self) -> "Logits":

@@ -230,7 +230,7 @@ class Votes:
 
     @classmethod
     def counted(cls, sums: Sequence[int], ranks: int, missed: bool) -> Votes:
-        """Of the sums over all ranks."""
+        """Read the votes from the ballots of all ranks, added up."""
         failed, leave, careful, torn, relisted, compared, nonfinite = (count > 0 for count in sums[: _FLAGS + 1])
         everywhere = sums[_FLAGS - 1] == ranks
         differ = everywhere and not agree(sums[_FLAGS + 1 :], ranks)

@@ -118,7 +118,7 @@ class ReductionConfig:
 
     @classmethod
     def under(cls, settings: Settings) -> ReductionConfig:
-        """As these settings have it."""
+        """Return the configuration that these settings ask for."""
         bucket_bytes, narrow = round(settings.bucket_mib * 2**20), has_narrow_weights(settings)
         how = settings.compression != "none", settings.reduction, narrow, settings.shard_gradients == "on"
         return cls(bucket_bytes, *how)

@@ -93,7 +93,7 @@ class AskedUpdate(NamedTuple):
 
     @classmethod
     def of(cls, live: LiveModel) -> AskedUpdate:
-        """Return that of the settings which are tried."""
+        """Return the update under the settings that are tried."""
         settings = live.settings
         scaler, optimizer = live.scaler if settings.precision == "fp16" else None, live.optimizer_in_question()
         held, sent_bytes = state_of(optimizer).partition, ReductionConfig.under(settings).bucket_bytes

@@ -96,7 +96,7 @@ class Parts:
         yield from ((f"{LOOSE}{index}", param) for index, param in enumerate(self._loose()))
 
     def _loose(self) -> Iterator[Tensor]:
-        """What the optimizers train, in modules or not."""
+        """Yield all weights that the optimizers train, those outside of modules included."""
         return chain.from_iterable(map(in_groups, self._optimizers))
 
 

@@ -129,7 +129,7 @@ class GradientReduction:
 
     @property
     def gradients(self) -> tuple[list[Tensor], set[int], bool]:
-        """What takes part, and of the latest step: which had a gradient on no rank, did any on some ranks only."""
+        """Return the weights, the ids of those without a gradient on any rank, and whether some ranks alone had one."""
         return self._params, self._presence.absent, bool(self._presence.partial)
 
     def begin(self, config: ReductionConfig, rounding: bool, squares: bool, spans: Spans | None = None) -> None:

@@ -242,7 +242,7 @@ class Shards(Replicas):
         return made | {name: torch.empty_like(row, device=param.device).copy_(row) for name, row in rows.items()}
 
     def _moved(self) -> str:
-        """Return that a weight lies otherwise than when its share of the state was made; empty if none does."""
+        """Name a weight whose layout has changed since its share of the state was made; empty if there is none."""
         moved = (param for param in self._params if layout(param) != self._ways[id(param)].layout)
         if (param := next(moved, None)) is None:
             return ""

@@ -137,7 +137,7 @@ class Training:
             self._state.begin(workload, settings)
 
     def unload(self) -> None:
-        """There is no workload any more."""
+        """Forget the workload."""
         with self._state.locked():
             self._state.workload = None
 

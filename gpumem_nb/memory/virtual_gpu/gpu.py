@@ -183,7 +183,7 @@ class VirtualGPU:
         return self._read().limit
 
     def use(self) -> None:
-        """Nothing: there is no device that NVML could read."""
+        """Do nothing: NVML has no device to read."""
 
     def reset_peak(self) -> None:
         """Let the peaks count from here."""
@@ -212,7 +212,7 @@ class VirtualGPU:
             self._library.gpumem_enforce_on_this_thread(before)
 
     def communicates_on(self, threads: Collection[int]) -> None:
-        """What these threads, and no others, ask for is communication."""
+        """Count what these threads allocate, and only that, as communication."""
         self._library.gpumem_set_foreign_threads((ctypes.c_int32 * len(threads))(*sorted(threads)), len(threads))
 
     def event_log(self) -> AllocatorLog:

@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def foretold(self) -> Prediction:
-        """What it needs, with the throughput of all its turns in place of that of the first."""
+        """Return its prediction, with the throughput of all its turns."""
         rate, said = self.samples_per_s, self.predicted
         if rate is None or not said.step_s or not said.samples_per_s:
             return said

@@ -134,7 +134,7 @@ class Foretold:
 
     @property
     def error(self) -> float | None:
-        """By which share of what came the live peak was predicted too high; ``None`` where no step was done.
+        """Return how far above the measured live peak the prediction was, as a share; ``None`` where no step was done.
 
         Nor is it known of a lower bound.
         """

@@ -56,7 +56,7 @@ class LiveModel(Protocol):
 
 
 def carried(value: Any, ddp: bool) -> str:
-    """Return an exported script does every value of a knob."""
+    """Return no objection: an exported script keeps every value of the knob."""
     return ""
 
 
