@@ -80,6 +80,7 @@ class Search:
         self.tried: list[Fit] = []
         self.ended = False
         self._failed = self._candidate = failed
+        self._handles = handles
         mild = list(filter(usable, lighter(failed, phase, handles, at_peak)))
         together = _together(failed, mild)
         self.mild = tuple(mild if together in (failed, *mild) else [*mild, together])
@@ -127,7 +128,7 @@ class Search:
     def _lighten_update(self) -> None:
         """Smaller micro-batches alone do not help the update: try another way of the same one besides."""
         known = [one.settings for one in self.tried]
-        for other in lighter(self._candidate, "update", Handles()):
+        for other in lighter(self._candidate, "update", self._handles):
             if other.same_mathematics(self._candidate) and other not in known and self._usable(other):
                 self._updates.append(other)
 

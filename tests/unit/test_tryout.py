@@ -120,6 +120,21 @@ def test_where_the_update_needs_most_another_way_of_it_is_tried_with_smaller_mic
     assert rescue.advice.endswith("Type %hvd_set batch_size=4 accumulation_steps=2 optimizer_impl=fused")
 
 
+@pytest.mark.parametrize("lighter", ["shard_optimizer", "offload_optimizer"])
+def test_where_the_update_needs_most_its_state_is_shared_or_put_aside_with_smaller_micro_batches(lighter: str) -> None:
+    def answer(one: Settings) -> list[Forecasts]:
+        if getattr(one, lighter) == "on" and one.batch_size <= 4:
+            return needs(500)
+        return [replace(OUT[0], failure=Failure(0, "oom", "update" if one.batch_size <= 4 else "forward", ""))]
+
+    rescue = out_of_memory(Settings(batch_size=8, precision="bf16"))
+    one = Tryout(rescue, Handles(shards=True, offloads=True))
+    while candidate := one.next():
+        one.learn(answer(candidate))
+    rescue.looking = False
+    assert rescue.advice.endswith(f"Type %hvd_set batch_size=4 accumulation_steps=2 {lighter}=on")
+
+
 def test_the_samples_of_the_step_that_failed_are_known_though_others_differ_in_size() -> None:
     rescue = ended(Settings(batch_size=4, precision="bf16"), lambda one: [
         replace(needs(900)[0], of=(replace(needs(900)[0].of[0], how=VARYING),))
