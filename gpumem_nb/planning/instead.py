@@ -7,6 +7,7 @@ and what came of it, and get the same answer: the fastest that fits at this glob
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ _CATEGORIES = 3  # of the peak, the largest, which is looked at for what may be 
 _FASTER, _FASTER_ON_TRIAL = 1.02, 1.1
 _FREED = 0.01  # of the fastest's live peak: less is not worth naming
 _MOST_HINTS = 2
+_FREES_LITTLE = 0.95  # of the live peak with larger micro-batches: the rest is weights, gradients and state
 
 
 def lighter(
@@ -86,6 +88,11 @@ class Search:
         self.mild = tuple(mild if together in (failed, *mild) else [*mild, together])
         self._mild = iter(self.mild)
         self._updates: deque[Settings] = deque()
+        self._too_large = set[Settings]()  # whose update ran out, whatever the micro-batch; as with that of the failed
+        self._least = (
+            failed.batch_size,
+            math.inf,
+        )  # the latest micro-batch of which it is known, and the least live peak
         self._usable = usable
         self._ladder = iter(()) if phase == "update" else filter(usable, _ever_smaller(failed, together))
         self._until_s = time.monotonic() + TIMEOUT_S
@@ -118,8 +125,18 @@ class Search:
     def learn(self, said: Prediction, trial_s: float | None = None) -> None:
         """Take in what the latest candidate needs, and how long its step took on trial; see :class:`Fit`."""
         self.tried.append(as_fit(said, trial_s))
-        if said.phase == "update" and not fits(said):
+        if said.phase == "update" and said.lower_bound:
+            self._too_large.add(self._as_failed(said.settings))
+        if not fits(said) and (said.phase == "update" or self._frees_little(said)):
             self._lighten_update()
+
+    def _frees_little(self, said: Prediction) -> bool:
+        """Return whether a smaller micro-batch needs about as much as a larger one, as far as both are known."""
+        if said.lower_bound or said.verdict != DOES_NOT_FIT:
+            return False
+        (size, least), now, live = self._least, said.settings.batch_size, said.live_peak_bytes
+        self._least = min(size, now), min(least, live)
+        return now < size and live > _FREES_LITTLE * least
 
     def _splits(self, settings: Settings) -> bool:
         """Return whether settings differ from those that failed in their micro-batches alone."""
@@ -127,10 +144,15 @@ class Search:
 
     def _lighten_update(self) -> None:
         """Smaller micro-batches alone do not help the update: try another way of the same one besides."""
-        known = [one.settings for one in self.tried]
+        known = {*(one.settings for one in self.tried), *self._updates}
         for other in lighter(self._candidate, "update", self._handles):
-            if other.same_mathematics(self._candidate) and other not in known and self._usable(other):
+            new = other not in known and self._as_failed(other) not in self._too_large
+            if new and other.same_mathematics(self._candidate) and self._usable(other):
                 self._updates.append(other)
+
+    def _as_failed(self, settings: Settings) -> Settings:
+        """Return these settings with the micro-batches of those that failed."""
+        return settings.replace(batch_size=self._failed.batch_size, accumulation_steps=self._failed.accumulation_steps)
 
 
 def as_fit(said: Prediction, trial_s: float | None = None) -> Fit:

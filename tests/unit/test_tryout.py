@@ -135,6 +135,20 @@ def test_where_the_update_needs_most_its_state_is_shared_or_put_aside_with_small
     assert rescue.advice.endswith(f"Type %hvd_set batch_size=4 accumulation_steps=2 {lighter}=on")
 
 
+def test_where_smaller_micro_batches_free_next_to_nothing_the_state_is_shared() -> None:
+    def answer(one: Settings) -> list[Forecasts]:
+        if one.shard_optimizer == "on":
+            return needs(500)
+        return needs(1100 + one.batch_size)
+
+    rescue = out_of_memory(Settings(batch_size=64, precision="bf16"))
+    one = Tryout(rescue, Handles(shards=True))
+    while candidate := one.next():
+        one.learn(answer(candidate))
+    rescue.looking = False
+    assert rescue.advice.endswith("Type %hvd_set batch_size=16 accumulation_steps=4 shard_optimizer=on")
+
+
 def test_the_samples_of_the_step_that_failed_are_known_though_others_differ_in_size() -> None:
     rescue = ended(Settings(batch_size=4, precision="bf16"), lambda one: [
         replace(needs(900)[0], of=(replace(needs(900)[0].of[0], how=VARYING),))
