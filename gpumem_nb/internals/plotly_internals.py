@@ -10,6 +10,8 @@ Python's own figure holds already, so to send all of it again takes ``_send_upda
 A page gives an anywidget 2 seconds to load its JavaScript; if it takes longer, all that the widget is sent afterwards
 is dropped (anywidget 0.11.0, ``Runtime``). plotly's 5 MB take longer on a slow or busy computer: charts would stay as
 they were at first, without a word. So what is loaded in those 2 seconds is a few lines; these load plotly, and wait.
+A page loads it once, whatever the number of figures: to read 5 MB of script again takes as long as the first time. And
+it begins with the first figure that it hears of, which need not be shown (:func:`load_ahead`).
 
 A view that was taken off the page (its cell ran again) goes on listening in plotly, fails at the next update, and the
 views after it hear nothing any more. So each view's listeners go with it.
@@ -28,6 +30,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
@@ -56,12 +59,20 @@ with _without_nbformat():
 
 CHECKED_WITH = ("7.1.0",)
 _LOADER = """
+const scripts = globalThis.gpumemPlotly ??= new Map();  // by their length: two kernels may have two versions
+const loaded = (script) => {
+  if (!scripts.has(script.length)) {
+    const url = URL.createObjectURL(new Blob([script], { type: "text/javascript" }));
+    const loads = import(/* webpackIgnore: true */ url);
+    scripts.set(script.length, loads);
+    loads.catch(() => scripts.delete(script.length)).finally(() => URL.revokeObjectURL(url));
+  }
+  return scripts.get(script.length);
+};
 export default () => {
   let own, plotly, listening;
   const load = async () => {
-    const url = URL.createObjectURL(new Blob([own.get("_bundle")], { type: "text/javascript" }));
-    const widget = await (await import(/* webpackIgnore: true */ url)).default();
-    URL.revokeObjectURL(url);
+    const widget = await (await loaded(own.get("_bundle"))).default();
     await widget.initialize({ model: own });
     return widget;
   };
@@ -69,6 +80,7 @@ export default () => {
     initialize({ model }) {
       const on = (event, heard) => { listening?.push([event, heard]); model.on(event, heard); };
       own = { ...model, on };
+      loaded(own.get("_bundle"));
     },
     async render({ el }) {
       plotly ??= load();
@@ -130,3 +142,9 @@ class LiveFigure(FigureWidget):  # type: ignore[misc]
                 state["_widget_data"] = to_json(self._data, self)
                 state["_widget_layout"] = to_json(self._layout_obj._props, self)
             return state
+
+
+@cache
+def load_ahead() -> LiveFigure:
+    """Have the page load plotly before anything is shown, by a figure that never is; one for each kernel."""
+    return LiveFigure()

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -25,6 +25,7 @@ from ..report.progress_bar import ProgressBar, shown, text_bar
 from ..report.tables import words_html
 from ..shared import errors
 from ..shared.units import name_ranks
+from . import threads
 
 if TYPE_CHECKING:
     from ..cluster.calls import Call
@@ -229,7 +230,19 @@ def in_notebook() -> bool:
 
 
 def import_panel() -> None:
-    """Import what a panel needs on a thread of its own, while people go on to their next cell: it takes seconds."""
-    if in_notebook():
-        importing = partial(importlib.import_module, f"{__package__}.panel")
-        threading.Thread(target=importing, name="gpumem_nb imports", daemon=True).start()
+    """Import what a panel needs on a thread of its own, while people go on to their next cell: it takes seconds.
+
+    A person's page loads meanwhile what draws charts; a program that executes notebooks would save that with them.
+    """
+    if not in_notebook():
+        return
+    is_seen = for_eyes()
+
+    def prepare() -> None:
+        importlib.import_module(f"{__package__}.panel")
+        if is_seen:
+            from ..internals.plotly_internals import load_ahead
+
+            load_ahead()
+
+    threads.start(prepare, "gpumem_nb imports")

@@ -16,6 +16,7 @@ POLLING_MS = 50  # playwright's own polling lays the page out anew for every fra
 STEPS = "+document.querySelector('.gpumem-steps')?.innerText.replaceAll(',', '')"
 # Plotly, the one large script that a widget brings, takes a second longer to load than a page gives to widgets.
 LOAD_PLOTLY_SLOWLY = """() => {
+    globalThis.gpumemPlotly?.clear();  // which the page has loaded
     const usual = URL.createObjectURL.bind(URL);
     URL.createObjectURL = script => {
         const url = usual(script);
