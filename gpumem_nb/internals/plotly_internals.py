@@ -16,6 +16,9 @@ it begins with the first figure that it hears of, which need not be shown (:func
 A view that was taken off the page (its cell ran again) goes on listening in plotly, fails at the next update, and the
 views after it hear nothing any more. So each view's listeners go with it.
 
+plotly's widget looks at its place when it draws, and hears of no change of it: the charts of a session that had ended
+kept their width when the window or the dock got another. What plotly makes for ``responsive`` sizes them anew.
+
 A figure is no place for two threads: copying its parts fails when another adds to them, and while what a page has sent
 is taken in, no update is sent. A lock keeps the panel's thread, cells, and the page's messages apart; none waits for
 a page while they hold it. What a figure is called in words, for the text beside a widget, would be a copy, too.
@@ -87,7 +90,9 @@ export default () => {
       const widget = await plotly;
       const mine = listening = [];
       const remove = widget.render({ model: own, el });
-      return () => { mine.forEach(([event, heard]) => own.off(event, heard)); remove(); };
+      const follows = new ResizeObserver(() => el._responsiveChartHandler?.());
+      follows.observe(el);
+      return () => { follows.disconnect(); mine.forEach(([event, heard]) => own.off(event, heard)); remove(); };
     },
   };
 };
@@ -104,6 +109,7 @@ class LiveFigure(FigureWidget):  # type: ignore[misc]
     def __init__(self, **parts: Any) -> None:
         self._in_use = threading.RLock()
         super().__init__(**parts)
+        self._config = self._config | {"responsive": True}
         self._complete = True
 
     def __repr__(self) -> str:
