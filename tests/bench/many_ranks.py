@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shutil
 import sys
 import threading
@@ -23,6 +24,7 @@ from gpumem_nb.shared.units import format_bytes
 from gpumem_nb.ui.panel import Panel
 from tests.bench.figures import Figure, say
 from tests.browser.lab import Notebook, browser, started
+from tests.browser.panel_page import PanelPage
 from tests.ledgers import MIB, info, ledger, reading, sample
 from tests.unit.test_panel import Session
 
@@ -34,35 +36,36 @@ CELLS = ("from tests.bench.many_ranks import Fed\nfed = Fed()", "fed.shown()")
 
 
 class Fed(Session):
-    """A session whose 64 ranks seem to train."""
+    """A session whose ranks seem to train, up to a step where one is named."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = RANKS, steps: float = math.inf) -> None:
         from gpumem_nb.kernel.history import History
 
         super().__init__()
-        self.size, self.playing, self.doing = RANKS, True, "training"
-        self.ranks = tuple(info(rank) for rank in range(RANKS))  # type: ignore[assignment]
-        self.history = History(RANKS)
+        self.size, self.playing, self.doing = ranks, True, "training"
+        self.last = steps
+        self.ranks = tuple(info(rank) for rank in range(ranks))  # type: ignore[assignment]
+        self.history = History(ranks)
         self.history.mark("load", "mine")
         self.history.begin(1, "mine", Settings())
-        self.readings = [reading(limit=96 * MIB) for _ in range(RANKS)]
+        self.readings = [reading(limit=96 * MIB) for _ in range(ranks)]
         self.made = [self._step(number) for number in range(1, MADE + 1)]
 
     def _step(self, number: int) -> list[Sample]:
         recorded = ledger() if number % RECORDED_EVERY == 1 else None
         live = {"live_peak_bytes": 40 * MIB, "loss": 1 / number, "step_s": 0.1 + number % 7 / 100}
-        return [sample(number, rank, recorded, **live) for rank in range(RANKS)]
+        return [sample(number, rank, recorded, **live) for rank in range(self.size)]
 
     def shown(self) -> Any:
         """Show the panel and begin."""
         panel: Any = Panel(self)  # type: ignore[arg-type]
         threading.Thread(target=self._train, daemon=True).start()
-        return panel.show(self)
+        panel.show(self)
+        return panel
 
     def _train(self) -> None:
         began_s = time.monotonic()
-        while True:
-            done = self.history.steps
+        while (done := self.history.steps) < self.last:
             time.sleep(max(0.0, began_s + done / RATE_HZ - time.monotonic()))
             of_ranks = self.made[done % MADE]
             if done >= MADE:
@@ -79,6 +82,7 @@ def figures(minutes: float) -> list[Figure]:
         for number in range(len(CELLS)):
             said = notebook.run(number).inner_text()
             assert "Traceback" not in said, said
+        PanelPage(notebook).wait_until_shown()
         kernel, page = psutil.Process(notebook.evaluate("__import__('os').getpid()")), _Page(notebook)
         notebook.page.wait_for_timeout(WARM_UP_S * 1000)
         before, heap, began_s, spent_s = kernel.memory_info().rss, page.heap(), time.monotonic(), _cpu_s(kernel)

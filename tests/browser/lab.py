@@ -21,7 +21,7 @@ from typing import Any
 import nbformat
 import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, ViewportSize, sync_playwright
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE_URL = "/user/somebody"  # as under a JupyterHub: whoever makes addresses by hand forgets it
@@ -53,9 +53,14 @@ def browser(path: str) -> Iterator[Browser]:
 
 
 class Lab:
-    """A JupyterLab of its own: folders, port and token are its own, and only this machine reaches it."""
+    """A JupyterLab of its own: folders, port and token are its own, and only this machine reaches it.
 
-    def __init__(self) -> None:
+    Args:
+        scale: how many pixels a picture has in place of one.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self._scale = scale
         self.folder = Path(tempfile.mkdtemp(prefix="gpumem_nb-lab-"))
         self.root = self.folder / "notebooks"
         self.root.mkdir()
@@ -129,7 +134,8 @@ class Lab:
 
     def open(self, browser: Browser, name: str, width: int = 1400, height: int = 1500) -> Notebook:
         """Open a notebook in a page of its own and wait for its kernel."""
-        page = browser.new_page(viewport={"width": width, "height": height})
+        size: ViewportSize = {"width": width, "height": height}
+        page = browser.new_page(viewport=size, device_scale_factor=self._scale)
         page.set_default_timeout(TIMEOUT_S * 1000)
         # A workspace of its own: the shared one would open the notebooks of other pages too.
         page.goto(f"{self.url}/lab/workspaces/{Path(name).stem}/tree/{name}?token={self._token}")

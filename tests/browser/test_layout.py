@@ -11,11 +11,11 @@ from tests.tiers import every, first_tier
 
 from .lab import Lab
 from .layout import expect_tidy, seen
-from .panel_page import SET_DEFAULTS, PanelPage, open_panel
+from .panel_page import SET_DEFAULTS, PanelPage, named, open_panel
 
 pytestmark = pytest.mark.browser
 
-SCREENS = [(1366, 768, True), (700, 700, False), (1024, 768, True), (1920, 1080, True), (2560, 1440, False)]
+SCREENS = [(1366, 768), (700, 700), (1024, 768), (1920, 1080), (2560, 1440)]
 NOTEBOOK_PX = 480  # as wide as the notebook's column stays beside a docked panel
 
 
@@ -56,8 +56,22 @@ def examined(panel: PanelPage) -> None:
     expect(panel.said).to_contain_text("Doctor")
 
 
+def tuned(panel: PanelPage) -> None:
+    """The tuner's answer is open, with all that was measured."""
+    panel.ask("Tune")
+    panel.page.locator(".gpumem-answer").get_by_role("button", name=named("details")).click()
+    panel.page.locator(".gpumem-answer .js-plotly-plot:visible").wait_for()
+
+
+def stopped(panel: PanelPage) -> None:
+    """The ranks have ended."""
+    panel.notebook.evaluate("s.stop()")
+    expect(panel.status).to_contain_text("Press Restart")
+
+
 def leave(panel: PanelPage) -> None:
     """Close what a state has opened."""
+    panel.notebook.evaluate("s.ended and s.restart() and None")
     for _ in range(3):
         panel.page.keyboard.press("Escape")
     panel.notebook.evaluate(SET_DEFAULTS)
@@ -66,31 +80,58 @@ def leave(panel: PanelPage) -> None:
         panel.page.locator(".gpumem-close-answer:visible").first.click()
 
 
-@pytest.mark.parametrize("state", first_tier([rests, explains, ran_out_of_memory, unfolded, examined], every(5)))
-@pytest.mark.parametrize(("width", "height", "docked"), first_tier(SCREENS, every(5)))
+STATES = [rests, explains, ran_out_of_memory, unfolded, examined, tuned, stopped]
+
+
+@pytest.mark.parametrize("state", first_tier(STATES, every(len(STATES))))
+@pytest.mark.parametrize("docked", first_tier([True, False], every(2)))
 def test_what_matters_is_seen_without_scrolling_and_nothing_covers_anything(
-    panel: PanelPage, width: int, height: int, docked: bool, state: Callable[[PanelPage], None]
+    panel: PanelPage, docked: bool, state: Callable[[PanelPage], None]
 ) -> None:
+    panel.page.set_viewport_size({"width": SCREENS[0][0], "height": SCREENS[0][1]})
+    panel.notebook.run(3 if docked else 2)
+    try:
+        panel.wait_until_shown()
+        state(panel)
+        for width, height in SCREENS:
+            _look(panel, width, height, docked)
+    finally:
+        leave(panel)
+        panel.notebook.evaluate("s.panel().close()")
+
+
+def _look(panel: PanelPage, width: int, height: int, docked: bool) -> None:
     page = panel.page
     page.set_viewport_size({"width": width, "height": height})
     is_open = page.evaluate("!document.querySelector('#jp-left-stack').classList.contains('lm-mod-hidden')")
     if is_open != (width >= 1366):  # beside an open file browser, where there is room for one
         page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
-    panel.notebook.run(3 if docked else 2)
+    page.locator(".gpumem-panel").last.evaluate("panel => panel.scrollIntoView({block: 'start'})")
+    expect_tidy(panel)
+    if docked and width == 700:  # there is no room for both
+        return
+    parts, screen = seen(panel), f"{width} × {height}"
+    assert parts.pop("charts") > 0.75, f"{screen}: loss and throughput are seen at least partly"
+    assert parts == {"status": 1, "numbers": 1, "memory": 1, "knobs": 1}, screen
+    if docked and width >= 1366:
+        assert page.locator(".jp-NotebookPanel").first.bounding_box()["width"] >= NOTEBOOK_PX  # type: ignore[index]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_many_ranks_cover_nothing(lab: Lab, chrome: Browser, ranks: int) -> None:
+    cells = ["from tests.bench.many_ranks import Fed", f"fed = Fed({ranks}, steps=8)\nfed.shown()"]
+    lab.write(f"ranks{ranks}.ipynb", cells)
+    panel = PanelPage(lab.open(chrome, f"ranks{ranks}.ipynb", *SCREENS[0]))
     try:
+        for cell in range(len(cells)):
+            panel.notebook.run(cell)
         panel.wait_until_shown()
-        state(panel)
-        shown = page.locator(".gpumem-panel").last
-        shown.evaluate("panel => panel.scrollIntoView({block: 'start'})")
-        expect_tidy(panel)
-        parts = seen(panel)
-        assert parts.pop("charts") > 0.75, "loss and throughput are seen at least partly"
-        assert parts == {"status": 1, "numbers": 1, "memory": 1, "knobs": 1}
-        if docked and width >= 1366:
-            assert page.locator(".jp-NotebookPanel").first.bounding_box()["width"] >= NOTEBOOK_PX  # type: ignore[index]
+        panel.notebook.until("fed.history.steps == fed.last")
+        for width, height in SCREENS:
+            _look(panel, width, height, docked=False)
     finally:
-        leave(panel)
-        panel.notebook.evaluate("s.panel().close()")
+        panel.notebook.close()
 
 
 @pytest.mark.full
