@@ -15,13 +15,14 @@ from playwright.sync_api import Browser, expect
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.browser.lab import TIMEOUT_S, Lab, browser, chromium
-from tests.browser.panel_page import PanelPage, open_panel
+from tests.browser.panel_page import PanelPage, named, open_panel
 
 FOLDER = Path(__file__).with_name("panel")
 FLIPS = (("precision", "bf16"), ("checkpointing", "blocks"), ("batch_size", "64"), ("precision", "fp32"))
 TOO_LARGE = ("batch_size", "375")
 LAST = ("checkpointing", "sqrt")
 STEPS = 15
+PRINTED = 2.0  # pixels of a picture in place of one, so that it is sharp on paper
 
 
 class Studio:
@@ -37,7 +38,8 @@ class Studio:
         start = f"session = s = gm.start({ranks}, device='cpu', memory_limit='96MiB')"
         panel = open_panel(self._lab, self._chrome, f"panel{ranks}-{width}.ipynb", start, *more_cells)
         panel.page.set_viewport_size({"width": width, "height": 1500})
-        panel.page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
+        if panel.page.evaluate("!document.querySelector('#jp-left-stack').classList.contains('lm-mod-hidden')"):
+            panel.page.evaluate("jupyterapp.commands.execute('application:toggle-left-area')")
         yield panel
         panel.notebook.evaluate("s.stop()")
         panel.notebook.close()
@@ -60,7 +62,7 @@ def main(names: list[str]) -> None:
         sys.exit("No chromium was found: install it, or name one with CHROMIUM=/path/to/it.")
     expect.set_options(timeout=TIMEOUT_S * 1000)
     FOLDER.mkdir(exist_ok=True)
-    lab = Lab()
+    lab = Lab(PRINTED)
     try:
         lab.wait_until_up()
         with browser(executable) as chrome:
@@ -151,6 +153,7 @@ def answers(studio: Studio) -> None:
         studio.picture(panel, "doctor")
         panel.ask("Tune")
         page.locator(".gpumem-apply").wait_for()
+        page.locator(".gpumem-answer").get_by_role("button", name=named("details")).click()
         page.locator(".gpumem-answer .js-plotly-plot").wait_for()
         studio.picture(panel, "tuner")
         page.locator(".gpumem-apply").click()
@@ -163,7 +166,7 @@ def answers(studio: Studio) -> None:
         panel.notebook.evaluate(f"str(s.report({report!r}))")
         with page.context.expect_page() as opened:
             page.evaluate("window.open('about:blank')")
-        shown = opened.value
+        shown = opened.value  # with as many pixels as its opener
         shown.set_viewport_size({"width": 1100, "height": 1500})
         shown.set_content(Path(report).read_text())
         shown.locator(".js-plotly-plot").first.wait_for()

@@ -105,6 +105,7 @@ class LiveFigure(FigureWidget):  # type: ignore[misc]
     _esm = _LOADER
     _bundle = traitlets.Unicode(str(FigureWidget._esm)).tag(sync=True)
     _complete = False
+    _config: dict[str, Any]
 
     def __init__(self, **parts: Any) -> None:
         self._in_use = threading.RLock()
