@@ -23,17 +23,25 @@ or ``%lesson check 1.2 41 MB``. How to add a lesson or an exercise:
    gradients twice"), and does not give the figure.
 
 3. **The notebook** has two cells for each exercise: the student's (``guess = ...``, or code; nbgrader: solution) and,
-   below it, the check (nbgrader: grade, locked). ``nbgrader.grade_id`` is ``answer-1-2`` and ``check-1-2``, which is
-   also the cell's id. No cell of an exercise shows widgets. ``python -m tests.course.metadata FILE`` writes ids and
-   metadata into a notebook. Its picture lies beside it, drawn by a script.
+   below it, the check (nbgrader: grade, locked). Their ids are ``answer-1-2`` and ``check-1-2``. Give each answer a
+   variable of its own, so that the order of cells does not matter. No cell of an exercise shows widgets.
+   ``python -m tests.course.metadata FILE`` writes nbgrader's metadata and takes outputs away. At least one picture is
+   in ``notebooks/course/pictures/N_….svg``, drawn from measured figures by ``tests/course/pictures/lesson_N.py``
+   (``svg.py`` beside it has areas, lines and words).
 
-4. **The answers** are in ``notebooks/course/answers/lesson_N.toml``: for each exercise at least five different right
-   answers and several wrong ones with words of the hint that each must get. An answer is the source of the student's
-   cell. ``[[figures]]`` lists every number of the prose that was measured, with the expression that measures it again,
-   after which cell, and the tolerance. ``make course`` runs all of it on real ranks (``tests/course/``).
+4. **The answers** are in ``notebooks/course/answers/lesson_N.toml``. An answer is the source of the student's cell. For
+   each exercise ``right`` has at least five different ways, of which the first is the one that the notebook goes on
+   with; ``wrong`` has answers with some words of the hint that each must get. ``make course`` also makes wrong answers
+   by changing right ones; ``still_right`` lists those that are right as well. ``[[figures]]`` has every number of the
+   prose that was measured: its text, the cell ``after`` which it is measured again by the expression ``measured`` (in
+   which ``measure`` is ``evidence.measure``), and the tolerance ``within``. ``given`` lists the other numbers.
+
+``make course`` runs all of it on real ranks (``tests/course/``); ``pytest tests/course -k "[1]"`` runs one lesson.
 
 Progress is kept for each user and lesson (:mod:`gpumem_nb.course.progress`), so nothing depends on the order of cells,
-or on the kernel's life. Inside nbgrader (which sets ``NBGRADER_EXECUTION``) a check that is not right raises.
+or on the kernel's life. Inside nbgrader (which sets ``NBGRADER_EXECUTION``) a check that is not right raises;
+``nbgrader generate_assignment`` needs ``--ClearSolutions.enabled=False``, because the cells hold no solutions that it
+could clear.
 """
 
 from .lesson import Lesson, lesson

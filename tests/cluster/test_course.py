@@ -35,14 +35,17 @@ def test_guesses_are_held_against_what_ranks_measure_and_settings_stay(two_ranks
     assert lesson.check("1.1", 16).right
     assert two_ranks.playing
     two_ranks.pause()
+    steps = two_ranks.history.steps
     said = lesson.check("1.1", 8)
     assert "You: 8 bytes. Measured: 16 bytes" in str(said)
     assert "That is two numbers" in said.said
+    assert two_ranks.history.steps == steps  # a second try is held against the same figure
     assert lesson.check("1.2", "activations and inputs").right
     assert two_ranks.settings == before
     assert [one.state for one in lesson.status().exercises][:3] == ["right", "right", "open"]
 
 
+@pytest.mark.full
 def test_settings_that_do_not_fit_are_told_and_put_back(two_ranks: Session, lesson: Lesson) -> None:
     two_ranks.load("text-gpt", width=64, depth=2)
     before = two_ranks.set(batch_size=3000)

@@ -28,10 +28,11 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Key:
-    """An exercise's answers, each the source of the student's cell."""
+    """An exercise's answers, each the source of the student's cell; ``still_right`` are mutants that are right, too."""
 
     right: tuple[str, ...]
     wrong: tuple[Wrong, ...]
+    still_right: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def answers_of(path: Path) -> Answers:
     with file.open("rb") as stream:
         found = tomllib.load(stream)
     exercises = {
-        number: Key(tuple(key["right"]), tuple(Wrong(**one) for one in key["wrong"]))
+        number: Key(tuple(key["right"]), tuple(Wrong(**one) for one in key["wrong"]), tuple(key.get("still_right", ())))
         for number, key in found["exercises"].items()
     }
     figures = tuple(Figure(**one) for one in found.get("figures", ()))

@@ -88,7 +88,7 @@ def sample(key: Key, most: int) -> list[str]:
     """Some mutants of the right answers, of all of them in turn."""
     made = [list(mutants.of(right)) for right in key.right]
     turns = [of[place] for place in range(max(map(len, made), default=0)) for of in made if place < len(of)]
-    return [one for one in dict.fromkeys(turns) if one not in key.right][:most]
+    return [one for one in dict.fromkeys(turns) if one not in (*key.right, *key.still_right)][:most]
 
 
 def value_of(text: str) -> float:
