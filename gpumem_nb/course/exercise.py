@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from .answers import Answer
@@ -19,22 +19,22 @@ class Outcome:
     Attributes:
         state: ``right``, ``not yet``, or ``open`` where there was nothing to judge; that counts as no try.
         said: why it is right, the hint, or what to do first.
-        compared: the guess beside what was measured, in words; empty where there was no figure.
+        compared: what is shown beside it, such as the guess and what was measured, by the headings of columns.
     """
 
     state: str
     said: str
-    compared: str = ""
+    compared: Mapping[str, str] = field(default_factory=dict)
 
 
-def right(why: str, compared: str = "") -> Outcome:
+def right(why: str, compared: Mapping[str, str] | None = None) -> Outcome:
     """Accept an answer; ``why`` is what to take away from it."""
-    return Outcome(RIGHT, why, compared)
+    return Outcome(RIGHT, why, compared or {})
 
 
-def wrong(hint: str, compared: str = "") -> Outcome:
+def wrong(hint: str, compared: Mapping[str, str] | None = None) -> Outcome:
     """Refuse an answer; ``hint`` names the misconception and not the figure."""
-    return Outcome(WRONG, hint, compared)
+    return Outcome(WRONG, hint, compared or {})
 
 
 def not_ready(first: str) -> Outcome:

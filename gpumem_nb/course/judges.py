@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shared.units import format_bytes
+from .answers import in_words
 from .evidence import Evidence
 from .exercise import Judge, Outcome, right, wrong
 
@@ -55,7 +56,12 @@ def measured(
         found = measure(evidence)
         true = figure(found)
         off = _off(guess, true)
-        compared = f"You: {words(guess)}. Measured: {words(true)} ({_distance(off)}; right within {within:.0%})."
+        compared = {
+            "you": words(guess),
+            "measured": words(true),
+            "you are": _distance(off),
+            "right is": _within(within),
+        }
         if abs(off) <= within:
             return right(why if isinstance(why, str) else why(found), compared)
         by_distance = sorted((abs(_off(guess, one.figure(found))), place) for place, one in enumerate(mistakes))
@@ -81,11 +87,12 @@ def named(
 
     def judge(answer: str | frozenset[str], evidence: Evidence) -> Outcome:
         true = find(evidence)
+        compared = {"you": in_words(answer)}
         if answer == true or (isinstance(answer, str) and answer in true):
-            return right(why)
+            return right(why, compared)
         given = frozenset([answer]) if isinstance(answer, str) else answer
         slips = given - true | {f"-{word}" for word in true - given}
-        return wrong(next((hint for word, hint in mistakes if word in slips), otherwise))
+        return wrong(next((hint for word, hint in mistakes if word in slips), otherwise), compared)
 
     return judge
 
@@ -93,10 +100,16 @@ def named(
 def _distance(off: float) -> str:
     """Return how far a guess is from a figure, in words."""
     if abs(off) < _SAME:
-        return "the same"
-    if off > 1:
-        return f"you are at {1 + off:.3g} times that"
-    return f"you are {abs(off):.0%} {'above' if off > 0 else 'below'} that"
+        return "on it"
+    return f"{1 + off:.3g} times that" if off > 1 else f"{_percent(abs(off))} {'above' if off > 0 else 'below'}"
+
+
+def _within(share: float) -> str:
+    return f"within {_percent(share)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _off(guess: float, true: float) -> float:

@@ -9,7 +9,6 @@ from typing import Any
 
 from .tables import Report, Table
 
-_HEADS = {"right": "right.", "not yet": "not yet.", "open": "not checked."}
 _COLOURS = {("", "right"): "var(--jp-success-color1, #388e3c)", ("", "not yet"): "var(--jp-warn-color1, #f57c00)"}
 
 
@@ -22,7 +21,7 @@ class CheckReport(Report):
         title: its title.
         state: ``right``, ``not yet`` or ``open`` where nothing was judged.
         answer: as it was read, in words.
-        compared: the guess beside what was measured; empty where there is no figure.
+        compared: what is shown beside it by the headings of columns, such as the guess and what was measured.
         said: why it is right, the hint, or what to do first.
         note: what is wrong with the progress's file; empty where nothing is.
     """
@@ -31,7 +30,7 @@ class CheckReport(Report):
     title: str
     state: str
     answer: str
-    compared: str
+    compared: Mapping[str, str]
     said: str
     note: str = ""
 
@@ -41,15 +40,17 @@ class CheckReport(Report):
         return self.state == "right"
 
     @property
-    def shown(self) -> list[str]:
-        """The verdict, the two figures, and why."""
-        head = f"{self.exercise} {self.title}: {_HEADS[self.state]}"
-        return list(filter(None, [head, self.compared, self.said, self.note]))
+    def shown(self) -> list[Table | str]:
+        """The verdict beside the figures, and why."""
+        headings = ("", "exercise", *self.compared)
+        row = (self.state, f"{self.exercise} {self.title}", *self.compared.values())
+        return [Table("", headings, (row,), frozenset(headings), _COLOURS), self.said, *filter(None, [self.note])]
 
     @property
     def records(self) -> list[dict[str, Any]]:
         """One row."""
-        return [dataclasses.asdict(self)]
+        about = {"exercise": self.exercise, "title": self.title, "state": self.state, "answer": self.answer}
+        return [about | dict(self.compared) | {"said": self.said}]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -47,7 +47,7 @@ _COPIES = (
 )
 
 # A command with its arguments, a knob with its value, and a path: without the full stop or bracket that comes after.
-_PAIR = r"[A-Za-z_]\w*=[^\s;()]*[^\s.,:;()…]"
+_PAIR = r"[A-Za-z_]\w*=[^\s;()]*[^\s.,:;()…?]"
 _PATH = r"(?<![\w.:/<])~?/[\w.+@~-]+(?:/[\w.+@~-]+)*(?<![.])"
 _ARGUMENT = rf"(?:{_PAIR}|--?[a-z][\w-]*|\d+(?:\.\d+)?(?![./-]\w)|[A-Z]{{2,}}|[\w.~/-]*[\d./-][\w.,~/-]*\w)"
 _MAGIC = r"%{1,2}(?:hvd_\w+|hvd|env|lesson(?: check| hint| status| reset)?)\b"

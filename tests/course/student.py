@@ -51,8 +51,12 @@ class Student:
             said = self.does(check)
         except CellExecutionError as error:
             return "refused", f"{error.ename}: {error.evalue}"
-        head = next(line for line in said.splitlines() if line.startswith(f"{exercise} "))
-        return head.rpartition(": ")[2].rstrip("."), said
+        return self.state, said
+
+    @property
+    def state(self) -> str:
+        """Return what the check that was run last found."""
+        return self.does("print(_.state)").strip()
 
     def finds(self, expression: str) -> float:
         """Return the value of an expression, in which ``measure`` is :meth:`Evidence.measure`."""

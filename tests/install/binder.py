@@ -1,4 +1,4 @@
-"""Binder's build and the quickstart in the 2 GiB that Binder gives: does the build end, and does the notebook run?
+"""Binder's build, the quickstart and the course's first lesson in the 2 GiB that Binder gives: do they end well?
 
 ``python -m tests.install.binder`` needs root, a Python of ``binder/runtime.txt`` and control groups (version 1 or 2)
 that can be written; prints what came of it, with the highest memory that processes held.
@@ -18,11 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import nbformat
+
+from tests.course.notebooks import NOTEBOOKS, answered
 from tests.install.run import ROOT, copy_checkout
 
 LIMIT_BYTES = 2 * 2**30
 GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # of version 1 and of version 2
-NOTEBOOK = "notebooks/01_quickstart.ipynb"
+QUICKSTART = "notebooks/01_quickstart.ipynb"
+LESSON = "notebooks/course/lesson_1_answered.ipynb"
 PORT = 8899
 LOOK_EVERY_S = 0.25
 
@@ -42,9 +46,15 @@ def main() -> int:
         variables = {"PATH": f"{environment / 'bin'}:/usr/bin:/bin", "HOME": str(home), "LANG": "C.UTF-8"}
         variables |= {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
         built = rehearse("build", [["bash", "binder/postBuild"]], checkout, variables)
-        lab = ["jupyter", "lab", "--no-browser", f"--port={PORT}", "--ServerApp.token=", "--allow-root"]
-        runs = ["jupyter", "execute", NOTEBOOK]
-        return built or rehearse(f"{NOTEBOOK} beside JupyterLab", [runs, lab], checkout, variables)
+        nbformat.write(answered(NOTEBOOKS[0]), checkout / LESSON)
+        return built or any(rehearse_notebook(name, checkout, variables) for name in (QUICKSTART, LESSON))
+
+
+def rehearse_notebook(name: str, checkout: Path, environment: Mapping[str, str]) -> int:
+    """Run a notebook to its end beside JupyterLab."""
+    lab = ["jupyter", "lab", "--no-browser", f"--port={PORT}", "--ServerApp.token=", "--allow-root"]
+    runs = ["jupyter", "execute", name]
+    return rehearse(f"{name} beside JupyterLab", [runs, lab], checkout, environment)
 
 
 def rehearse(what: str, commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str]) -> int:

@@ -148,8 +148,8 @@ def test_runs_and_variables_are_taken_as_such() -> None:
 def test_a_guess_is_shown_beside_what_was_measured(lesson: Lesson, guess: str, state: str, said: str) -> None:
     report = lesson.check("9.1", guess)
     assert (report.state, report.said) == (state, said)
-    assert f"You: {guess.split()[0]}.0 MiB. Measured: 100.0 MiB" in str(report)
-    assert "right within 10%" in report._repr_html_()
+    assert (report.compared["you"], report.compared["measured"]) == (f"{guess.split()[0]}.0 MiB", "100.0 MiB")
+    assert "within 10 %" in report._repr_html_()
     assert report.frame().state[0] == state
 
 

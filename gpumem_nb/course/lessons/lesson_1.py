@@ -184,7 +184,7 @@ def _filled(_: None, evidence: Evidence) -> Outcome:
         return wrong(f"{_TOO_MANY} {error}")
     peak_mib = step.live_peak_bytes / 2**20
     batch = evidence.session.settings.batch_size
-    compared = f"batch_size={batch}: live peak {peak_mib:.1f} MiB of {ROOM_MIB} MiB."
+    compared = {"batch_size": str(batch), "live peak": f"{peak_mib:.1f} MiB", "room": f"{ROOM_MIB} MiB"}
     if peak_mib > ROOM_MIB:
         return wrong(_TOO_MANY, compared)
     if peak_mib < ROOM_MIB - SPARE_MIB:
