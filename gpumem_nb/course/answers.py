@@ -15,6 +15,7 @@ from ..shared.errors import InvalidInput, nearest
 from ..shared.units import is_variable, parse_size
 
 _NUMBER = re.compile(r"[~≈]?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(.*)", re.IGNORECASE | re.DOTALL)
+_PLURAL = re.compile(r"(?<=ss)es$|(?<!s)s$")
 _LEAST_BYTES = 1024
 TIMES = {"": 1.0, "x": 1.0, "×": 1.0, "times": 1.0}
 """Units of a :class:`Number` that is a ratio."""
@@ -140,7 +141,7 @@ class Number(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Word(Answer):
-    """One of some words, such as a category of the ledger or a knob; case and a final s do not matter."""
+    """One of some words, such as a category of the ledger or a knob; case and a plural's ending do not matter."""
 
     allowed: tuple[str, ...]
 
@@ -183,7 +184,7 @@ class Words(Answer):
     def read(self, given: Any) -> frozenset[str]:
         """Return the words as they are listed; raises ``InvalidInput``."""
         if isinstance(given, str):
-            given = [part for part in re.split(r"[,;+]|\band\b", given) if part.strip()]
+            given = [part.strip() for part in re.split(r"[,;+]|\band\b", given) if part.strip()]
         if not isinstance(given, Iterable) or isinstance(given, bytes | Mapping):
             raise self._refused(given)
         return frozenset(map(Word(self.allowed).read, given))
@@ -231,7 +232,7 @@ class RunAnswer(Answer):
 
 def _plain(word: str) -> str:
     """Return a word without what does not matter."""
-    return " ".join(re.split(r"[\s_]+", word.strip().lower())).removesuffix("s")
+    return _PLURAL.sub("", " ".join(re.split(r"[\s_]+", word.strip().lower())))
 
 
 def in_words(answer: object) -> str:

@@ -16,6 +16,8 @@ from ..shared.messages import Ledger, Timeline
 from ..shared.settings import Settings
 from ..workloads import catalog
 
+STALL_S = 5.0
+"""So long do ranks wait for each other in a student's code, before they are freed."""
 STEPS = 3  # the first makes the optimizer's state, and the caching allocator settles
 
 
@@ -79,6 +81,30 @@ class Evidence:
         known: Mapping[str, float] = dict(loaded.options) if loaded else {}
         if loaded is None or loaded.name != name or catalog.find(name).values(known) != wanted:
             raise NotReady(f"This exercise is about another workload than is loaded now. Type %hvd_load {load}")
+
+    def needs_names(self, *names: str, cell: str) -> None:
+        """Make sure that cells have defined these names on all ranks; ``cell`` says in words which one does.
+
+        Raises:
+            NotReady: some are not there, because the cell was not run, or not since the ranks were started.
+        """
+        for missing in self.session.run(f"[name for name in {names!r} if name not in globals()]"):
+            if missing:
+                raise NotReady(f"The ranks do not know {missing[0]!r} yet. Run {cell} first.")
+
+    def on_ranks(self, code: str) -> list[Any]:
+        """Run code on all ranks, where it sees what cells have defined; return its last expression's values.
+
+        Raises:
+            RankError: it failed; ``Stalled`` where ranks waited longer than ``STALL_S`` for ranks that did not come.
+        """
+        session = self.session
+        limit_s = session.policy.stall_limit_s
+        session.set(stall_limit_s=STALL_S)
+        try:
+            return session.run(code)
+        finally:
+            session.set(stall_limit_s=limit_s)
 
     def measure(self, /, **knobs: Any) -> Measured:
         """Train a few steps as :meth:`trained` does, and record one more, which is undone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from gpumem_nb.course.exercise import Content, Exercise, Outcome, right, wrong
 from gpumem_nb.course.lesson import Lesson
 from gpumem_nb.course.lessons import LESSONS, lesson_1
 from gpumem_nb.session import Session
+from tests.course.notebooks import COURSE, answers_of, read
 
 pytestmark = pytest.mark.cluster
 
@@ -67,3 +69,29 @@ def test_an_answer_can_be_code_on_the_ranks(two_ranks: Session, lesson: Lesson) 
     assert asks.check("9.1", "mine").right
     assert asks.check("9.1", "wrong").said == "not the sum"
     assert "NameError: name 'nothing' is not defined" in asks.check("9.1", "nothing").said
+
+
+def test_four_ranks_of_lesson_2_may_be_two(two_ranks: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    path, lesson, limit_s = (
+        COURSE / "2_four_ranks_one_model.ipynb",
+        Lesson(LESSONS["2"]),
+        two_ranks.policy.stall_limit_s,
+    )
+    said = lesson.check("2.1", 1)
+    assert said.state == "open"
+    assert "The ranks do not know 'new_net' yet. Run the cell that defines new_net()" in said.said
+    cells = {cell.id: cell.source for cell in read(path).cells}
+    two_ranks.run(cells["loop"].removeprefix("%%hvd\n"))
+    for number, key in answers_of(path).exercises.items():
+        for answer, hint in [*((one.answer, one.hint) for one in key.wrong[:1]), (key.right[0], "")]:
+            given = None
+            if answer.startswith("%%hvd"):
+                two_ranks.run(answer.removeprefix("%%hvd\n"))
+            else:
+                given = ast.literal_eval(answer.partition(" = ")[2])
+            said = lesson.check(number, given)
+            assert said.right == (not hint)
+            assert hint in f"{said.said} {said.compared}"
+    assert two_ranks.policy.stall_limit_s == limit_s
+    two_ranks.run("del new_net, train, apart, rows, inputs, labels, own, loader, mean_loss, steps")

@@ -120,6 +120,9 @@ def test_words_are_read_whatever_their_case_and_number() -> None:
         assert form.read(given) == both
     assert form.read("activations and optimizer state") == both
     assert answers.Word(("optimizer state",)).read("OPTIMIZER STATES") == "optimizer state"
+    assert answers.Word(("losses",)).read("Loss") == answers.Word(("losses",)).read("losses") == "losses"
+    with pytest.raises(InvalidInput, match=r"^'optimiser stats' is not"):
+        form.read("activations, optimiser stats")
     for bad in ("weights", ["activations", 3], 3, {"activations": 1}):
         with pytest.raises(InvalidInput, match=r"llowed|give a list|give one of"):
             form.read(bad)
