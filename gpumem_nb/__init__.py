@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from .course import Lesson
+    from .course.lesson import Lesson
     from .install.environment import EnvironmentReport
     from .planning.cold_table import ColdPredictions
     from .planning.prediction import Prediction
@@ -115,7 +115,7 @@ def lesson(number: str | int) -> Lesson:
     Raises:
         InvalidInput: there is no such lesson.
     """
-    from . import course
+    from .course import lesson as course
 
     return course.lesson(number)
 

@@ -18,7 +18,9 @@ or ``%lesson check 1.2 41 MB``. How to add a lesson or an exercise:
    misconception whose figure was guessed; ``named(...)`` does so for words. Anything else is a function:
    ``evidence.session`` is the session (memory, settings, predict, run, pull …); ``evidence.measure(batch_size=8)``
    trains a few steps under these settings, records one, and puts the settings back, so a check gives the same whatever
-   was run before it; ``evidence.needs("text-gpt width=256")`` says what to load where something else is loaded. An
+   was run before it; ``evidence.of_function("pad", "memory")`` has ``pad`` of ``course/on_ranks/memory.py`` run inside
+   of each rank, which calls the function ``pad`` that a student's cell defined there and returns what it measured;
+   ``evidence.needs("text-gpt width=256")`` says what to load where something else is loaded. An
    error of the student's code on the ranks is told as a wrong answer. A hint names the misconception ("That counts the
    gradients twice"), and does not give the figure.
 
@@ -43,7 +45,3 @@ or on the kernel's life. Inside nbgrader (which sets ``NBGRADER_EXECUTION``) a c
 ``nbgrader generate_assignment`` needs ``--ClearSolutions.enabled=False``, because the cells hold no solutions that it
 could clear.
 """
-
-from .lesson import Lesson, lesson
-
-__all__ = ["Lesson", "lesson"]

@@ -18,6 +18,9 @@ from ..workloads import catalog
 
 STALL_S = 5.0
 """So long do ranks wait for each other in a student's code, before they are freed."""
+MOST_S = 60.0
+"""So long may a student's code take."""
+_ON_RANKS = f"{__package__}.on_ranks"
 STEPS = 3  # the first makes the optimizer's state, and the caching allocator settles
 
 
@@ -97,14 +100,34 @@ class Evidence:
 
         Raises:
             RankError: it failed; ``Stalled`` where ranks waited longer than ``STALL_S`` for ranks that did not come.
+            TimeoutError: it did not come back.
         """
         session = self.session
         limit_s = session.policy.stall_limit_s
         session.set(stall_limit_s=STALL_S)
         try:
-            return session.run(code)
+            return session.run(code, timeout=MOST_S)
         finally:
             session.set(stall_limit_s=limit_s)
+
+    def of_function(self, name: str, harness: str) -> list[dict[str, Any]]:
+        """Have a function of ``course/on_ranks`` measure the function that a student's cell defined on the ranks.
+
+        Args:
+            name: of both functions, and of the exercise's cell.
+            harness: the module in ``course/on_ranks``.
+
+        Returns:
+            What was measured, in rank order.
+
+        Raises:
+            NotReady: no cell has defined it yet.
+            RankError: the student's function failed.
+            TimeoutError: it did not come back.
+        """
+        self.needs_names(name, cell=f"the cell that defines {name}")
+        module = f"__import__({f'{_ON_RANKS}.{harness}'!r}, fromlist=['*'])"
+        return self.on_ranks(f"{module}.{name}(globals())")
 
     def measure(self, /, **knobs: Any) -> Measured:
         """Train a few steps as :meth:`trained` does, and record one more, which is undone.

@@ -13,7 +13,13 @@ _ITEM = re.compile(r"""(?:, )?("[^"]*"|'[^']*')(?=[,\]}])""")
 
 
 def of(answer: str) -> Iterator[str]:
-    """Yield sources that differ from an answer's in one place."""
+    """Yield sources that differ from an answer's in one place; of a cell for the ranks, without one of its lines."""
+    if answer.strip().startswith("%%hvd"):
+        lines = answer.strip().splitlines(keepends=True)
+        for place, line in enumerate(lines):
+            if line.startswith(" "):  # what stands outside of functions was defined by an answer before
+                yield "".join(lines[:place] + lines[place + 1 :])
+        return
     for found in _NUMBER.finditer(answer):
         for factor in _FACTORS:
             number = float(found[0]) * factor

@@ -70,3 +70,5 @@ def test_mutants_differ_in_one_place() -> None:
     assert set(mutants.of("x = 16 * n")) >= {"x = 32 * n", "x = 8 * n", "x = 128 * n", "x = 16 / n"}
     assert set(mutants.of('peak = "123 MiB"')) >= {'peak = "123 GiB"', 'peak = "246 MiB"'}
     assert "%hvd_set batch_size=26" in set(mutants.of("%hvd_set batch_size=13"))
+    cell = "%%hvd\nx = 1\ndef f():\n    a\n    b\n"
+    assert list(mutants.of(cell)) == ["%%hvd\nx = 1\ndef f():\n    b", "%%hvd\nx = 1\ndef f():\n    a\n"]

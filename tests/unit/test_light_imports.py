@@ -12,7 +12,10 @@ import importlib, pkgutil, sys
 import gpumem_nb
 from gpumem_nb.kernel.logs import Logs
 
-ON_RANKS = ("engine", "memory", "workloads", "internals.torch", "internals.horovod", "internals.fake", "internals.bits")
+ON_RANKS = (
+    *("engine", "memory", "workloads", "course.on_ranks"),
+    *("internals.torch", "internals.horovod", "internals.fake", "internals.bits"),
+)
 for module in pkgutil.walk_packages(gpumem_nb.__path__, "gpumem_nb."):
     if not module.name.removeprefix("gpumem_nb.").startswith(ON_RANKS):
         importlib.import_module(module.name)

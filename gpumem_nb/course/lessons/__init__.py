@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ..exercise import Content
-from . import lesson_1, lesson_2
+from . import clinic, lesson_1, lesson_2
 
-LESSONS: dict[str, Content] = {content.number: content for content in (lesson_1.LESSON, lesson_2.LESSON)}
+LESSONS: dict[str, Content] = {content.number: content for content in (lesson_1.LESSON, lesson_2.LESSON, clinic.LESSON)}
