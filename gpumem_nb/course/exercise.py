@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .answers import Answer
@@ -19,22 +19,22 @@ class Outcome:
     Attributes:
         state: ``right``, ``not yet``, or ``open`` where there was nothing to judge; that counts as no try.
         said: why it is right, the hint, or what to do first.
-        compared: what is shown beside it, such as the guess and what was measured, by the headings of columns.
+        compared: what was measured: beside the guess, by the headings of columns, or in a sentence.
     """
 
     state: str
     said: str
-    compared: Mapping[str, str] = field(default_factory=dict)
+    compared: Mapping[str, str] | str = ""
 
 
-def right(why: str, compared: Mapping[str, str] | None = None) -> Outcome:
+def right(why: str, compared: Mapping[str, str] | str = "") -> Outcome:
     """Accept an answer; ``why`` is what to take away from it."""
-    return Outcome(RIGHT, why, compared or {})
+    return Outcome(RIGHT, why, compared)
 
 
-def wrong(hint: str, compared: Mapping[str, str] | None = None) -> Outcome:
+def wrong(hint: str, compared: Mapping[str, str] | str = "") -> Outcome:
     """Refuse an answer; ``hint`` names the misconception and not the figure."""
-    return Outcome(WRONG, hint, compared or {})
+    return Outcome(WRONG, hint, compared)
 
 
 def not_ready(first: str) -> Outcome:

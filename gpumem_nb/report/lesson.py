@@ -21,7 +21,7 @@ class CheckReport(Report):
         title: its title.
         state: ``right``, ``not yet`` or ``open`` where nothing was judged.
         answer: as it was read, in words.
-        compared: what is shown beside it by the headings of columns, such as the guess and what was measured.
+        compared: what was measured: beside the guess, by the headings of columns, or in a sentence.
         said: why it is right, the hint, or what to do first.
         note: what is wrong with the progress's file; empty where nothing is.
     """
@@ -30,7 +30,7 @@ class CheckReport(Report):
     title: str
     state: str
     answer: str
-    compared: Mapping[str, str]
+    compared: Mapping[str, str] | str
     said: str
     note: str = ""
 
@@ -42,15 +42,18 @@ class CheckReport(Report):
     @property
     def shown(self) -> list[Table | str]:
         """The verdict beside the figures, and why."""
-        headings = ("", "exercise", *self.compared)
-        row = (self.state, f"{self.exercise} {self.title}", *self.compared.values())
-        return [Table("", headings, (row,), frozenset(headings), _COLOURS), self.said, *filter(None, [self.note])]
+        columns, sentence = ({}, self.compared) if isinstance(self.compared, str) else (self.compared, "")
+        headings = ("", "exercise", *columns)
+        row = (self.state, f"{self.exercise} {self.title}", *columns.values())
+        table = Table("", headings, (row,), frozenset(headings), _COLOURS)
+        return [table, *filter(None, [sentence, self.said, self.note])]
 
     @property
     def records(self) -> list[dict[str, Any]]:
         """One row."""
         about = {"exercise": self.exercise, "title": self.title, "state": self.state, "answer": self.answer}
-        return [about | dict(self.compared) | {"said": self.said}]
+        compared = {"compared": self.compared} if isinstance(self.compared, str) else dict(self.compared)
+        return [about | compared | {"said": self.said}]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

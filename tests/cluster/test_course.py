@@ -39,6 +39,7 @@ def test_guesses_are_held_against_what_ranks_measure_and_settings_stay(two_ranks
     two_ranks.pause()
     steps = two_ranks.history.steps
     said = lesson.check("1.1", 8)
+    assert isinstance(said.compared, dict)
     assert (said.compared["you"], said.compared["measured"]) == ("8 bytes", "16 bytes")
     assert "That is two numbers" in said.said
     assert two_ranks.history.steps == steps  # a second try is held against the same figure

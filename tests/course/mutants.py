@@ -13,12 +13,11 @@ _ITEM = re.compile(r"""(?:, )?("[^"]*"|'[^']*')(?=[,\]}])""")
 
 
 def of(answer: str) -> Iterator[str]:
-    """Yield sources that differ from an answer's in one place; of a cell for the ranks, without one of its lines."""
-    if answer.strip().startswith("%%hvd"):
-        lines = answer.strip().splitlines(keepends=True)
-        for place, line in enumerate(lines):
-            if line.startswith(" "):  # what stands outside of functions was defined by an answer before
-                yield "".join(lines[:place] + lines[place + 1 :])
+    """Yield sources that differ from an answer's in one place; of functions on the ranks, without a line of them."""
+    lines = answer.strip().splitlines(keepends=True)
+    inside = [place for place, line in enumerate(lines) if line.startswith(" ")]
+    if lines[0].startswith("%%hvd") and inside:
+        yield from ("".join(lines[:place] + lines[place + 1 :]) for place in inside)
         return
     for found in _NUMBER.finditer(answer):
         for factor in _FACTORS:

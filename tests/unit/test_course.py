@@ -151,6 +151,7 @@ def test_runs_and_variables_are_taken_as_such() -> None:
 def test_a_guess_is_shown_beside_what_was_measured(lesson: Lesson, guess: str, state: str, said: str) -> None:
     report = lesson.check("9.1", guess)
     assert (report.state, report.said) == (state, said)
+    assert isinstance(report.compared, dict)
     assert (report.compared["you"], report.compared["measured"]) == (f"{guess.split()[0]}.0 MiB", "100.0 MiB")
     assert "within 10 %" in report._repr_html_()
     assert report.frame().state[0] == state
