@@ -22,9 +22,9 @@ SHARES = {"forward": 0.35, "backward": 0.5, "update": 0.15}  # of the width
 
 def main() -> None:
     """Measure a step of lesson 1's model and draw it."""
-    with gm.start(2, device="cpu", memory_limit="160MiB") as session:
+    with gm.start(2, device="cpu", memory_limit="160MiB", timeout=400) as session:
         session.load("text-gpt", width=256, depth=4)
-        session.set(batch_size=16)
+        session.set(batch_size=8)
         session.train(4)
         timeline = session.memory(timeline=True).worst_timeline
     assert timeline is not None
