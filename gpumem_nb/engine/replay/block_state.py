@@ -246,8 +246,9 @@ class Seen:
         self._standing = RandomState.take(draws.recorded)
         self._weights = [weight for _, weight in state.python.weights()]
         self._looks = list(map(_look, self._weights))
-        # What writes them by way of data is not counted by torch.
-        self._summed = [(weight, quick_checksum(weight)) for weight in self._weights if self.compared]
+        # What writes them by way of data is not counted by torch. A dry run's weights have nothing to sum up.
+        compared = [weight for weight in self._weights if self.compared and can_be_filled(weight.detach())]
+        self._summed = [(weight, quick_checksum(weight)) for weight in compared]
         self._tensors = state.changing.before(state.tensors(self._taken[0]))
         self._statistics = state.statistics()
 
