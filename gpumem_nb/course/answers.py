@@ -14,7 +14,8 @@ from ..report.run_summary import Run
 from ..shared.errors import InvalidInput, nearest
 from ..shared.units import is_variable, parse_size
 
-_NUMBER = re.compile(r"[~≈]?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(.*)", re.IGNORECASE | re.DOTALL)
+_DIGITS = r"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+_NUMBER = re.compile(rf"[~≈]?\s*([-+]?{_DIGITS})\s*(?:/\s*({_DIGITS}))?\s*(.*)", re.IGNORECASE | re.DOTALL)
 _PLURAL = re.compile(r"(?<=ss)es$|(?<!s)s$")
 _LEAST_BYTES = 1024
 TIMES = {"": 1.0, "x": 1.0, "×": 1.0, "times": 1.0}
@@ -114,7 +115,7 @@ class Size(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Number(Answer):
-    """A number, alone or as text with a unit.
+    """A number, alone or as text with a unit; a fraction such as ``1/4`` is one, too.
 
     Attributes:
         example: how it may be typed.
@@ -134,9 +135,11 @@ class Number(Answer):
         if isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given):
             return float(given)
         found = _NUMBER.fullmatch(given.strip()) if isinstance(given, str) else None
-        if found is None or (factor := self.units.get(found[2].strip().lower())) is None:
+        if found is None or (factor := self.units.get(found[3].strip().lower())) is None:
             raise self._refused(given)
-        return float(found[1]) * factor
+        if not (below := float(found[2] or 1)):
+            raise self._refused(given)
+        return float(found[1]) / below * factor
 
 
 @dataclass(frozen=True, slots=True)

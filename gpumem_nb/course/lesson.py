@@ -13,7 +13,7 @@ from typing import Any
 
 from ..report.lesson import CheckReport, ExerciseState, HintReport, LessonReport
 from ..report.written import written_over
-from ..shared.errors import GpumemError, InvalidInput, RankError, TrainingFailed, WorkloadError
+from ..shared.errors import GpumemError, InvalidInput, RankError, Stalled, TrainingFailed, WorkloadError
 from ..shared.state_file import as_path
 from .answers import in_words, missing
 from .evidence import Evidence, NotReady
@@ -169,6 +169,8 @@ def _judged(asked: Exercise, answer: Any) -> tuple[Outcome, str]:
         return asked.judge(read, Evidence()), answered
     except (NotReady, TrainingFailed, WorkloadError) as error:
         return not_ready(str(error)), ""
+    except Stalled as error:
+        return wrong("Your code lets ranks wait for ranks that never come.", str(error)), answered
     except RankError as error:
         return wrong(f"Your code failed on rank {error.rank}: {error.ename}: {error.evalue}"), answered
 

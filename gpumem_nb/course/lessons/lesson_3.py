@@ -12,6 +12,7 @@ from ..judges import Mistake, measured
 
 LOAD = "text-gpt width=256 depth=4"
 PART, PARTS = 4, 4
+FEW_PARTS = 3  # of the small net's: not as many as a part has samples
 
 
 def _in_parts(evidence: Evidence) -> Measured:
@@ -111,14 +112,16 @@ def _judged():
     with torch.random.fork_rng():
         torch.manual_seed(5)
         net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        parts = [(torch.randn({PART}, 6), torch.randint(3, ({PART},))) for _ in range({PARTS})]
+        parts = [(torch.randn({PART}, 6), torch.randint(3, ({PART},))) for _ in range({FEW_PARTS})]
     one = lambda net, part: cross_entropy(net(part[0]), part[1])
     return _watched(accumulate, net, parts, {{
-        "right": lambda net: sum(one(net, part) for part in parts) / {PARTS},
+        "right": lambda net: sum(one(net, part) for part in parts) / {FEW_PARTS},
         "undivided": lambda net: sum(one(net, part) for part in parts),
         "last": lambda net: one(net, parts[-1]),
-        "last, divided": lambda net: one(net, parts[-1]) / {PARTS},
+        "last, divided": lambda net: one(net, parts[-1]) / {FEW_PARTS},
         "summed": lambda net: sum(one(net, part) * {PART} for part in parts),
+        "by samples": lambda net: sum(one(net, part) for part in parts) / {PART},
+        "by ranks": lambda net: sum(one(net, part) for part in parts) / size,
     }})
 _judged()
 """
@@ -154,6 +157,8 @@ _COMMON = {
     "undivided": "That is the sum of the parts' means, so the step is too long, as with a larger learning rate. Each "
     "loss is a mean already: what makes one mean of several?",
     "summed": "That is the sum over everything, and the mean was asked for: it grows with the batch.",
+    "by samples": "That divides by the samples of a part, which its mean has done already. How many means are there?",
+    "by ranks": "That divides by the number of ranks. Horovod's average does so later; this is one rank alone.",
     "other": "That is neither the large batch's gradient nor one of the usual mistakes. Take one part through it by "
     "hand.",
 }
