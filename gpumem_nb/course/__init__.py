@@ -20,9 +20,10 @@ or ``%lesson check 1.2 41 MB``. How to add a lesson or an exercise:
    trains a few steps under these settings, records one, and puts the settings back, so a check gives the same whatever
    was run before it; ``evidence.of_function("pad", "memory")`` has ``pad`` of ``course/on_ranks/memory.py`` run inside
    of each rank, which calls the function ``pad`` that a student's cell defined there and returns what it measured;
-   ``evidence.needs("text-gpt width=256")`` says what to load where something else is loaded. An
-   error of the student's code on the ranks is told as a wrong answer. A hint names the misconception ("That counts the
-   gradients twice"), and does not give the figure.
+   ``evidence.on_ranks(code)`` runs code beside what cells defined, after ``evidence.needs_names("loader", cell="…")``;
+   ``evidence.needs("text-gpt width=256")`` says what to load where something else is loaded. An error of the student's
+   code on the ranks is told as a wrong answer, and so are ranks that wait for each other. A hint names the
+   misconception ("That counts the gradients twice"), and does not give the figure.
 
 3. **The notebook** has two cells for each exercise: the student's (``guess = ...``, or code; nbgrader: solution) and,
    below it, the check (nbgrader: grade, locked). Their ids are ``answer-1-2`` and ``check-1-2``. Give each answer a

@@ -212,8 +212,8 @@ def _unlike(evidence: Evidence) -> frozenset[str]:
 OWN_STATE = Exercise(
     "2.4",
     "What stays a rank's own",
-    f"Weights were broadcast, samples are shared out, {STEPS} steps are done. Which of weights, gradients, running "
-    "statistics (of batch norm) and losses differ between the ranks?",
+    f"Weights were broadcast, each rank drew other samples, {STEPS} steps are done. Which of weights, gradients, "
+    "running statistics (of batch norm) and losses differ between the ranks?",
     Words((WEIGHTS, GRADIENTS, STATISTICS, LOSSES)),
     named(
         _unlike,
