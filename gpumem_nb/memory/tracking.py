@@ -19,9 +19,9 @@ from ..shared.messages import Ledger
 from ..shared.units import format_bytes
 from .device import opened
 from .leaks.births import Birth, Births
-from .leaks.holders import Holders, holder_on
+from .leaks.holders import Graphs, Holders, holder_on
 from .ledger.recorder import Recorder
-from .tensors import storage_of, tensors_by_storage
+from .tensors import storage_of, tensors_by_storage, tensors_of_this_process
 
 MOST_LEFT = 10  # tensors that are named, the largest ones
 
@@ -148,10 +148,15 @@ def _claim_all(recorder: Recorder) -> set[int]:
 
 def _left(births: list[Birth]) -> Iterator[Left]:
     largest = sorted(births, key=lambda birth: birth.nbytes, reverse=True)[:MOST_LEFT]
-    found = tensors_by_storage({birth.address for birth in largest})
+    found, holders, graphs = tensors_by_storage({birth.address for birth in largest}), Holders({}), None
     tensors = {place: of_place[0] for place, of_place in found.items() if of_place}
-    ways = dict(zip(tensors, Holders({}).ways(list(tensors.values())), strict=True))
+    ways = dict(zip(tensors, holders.ways(list(tensors.values())), strict=True))
     for birth in largest:
-        way = ways.get(birth.address)
-        holder = holder_on(way, len(way.objects) - 1).text if way else ""
+        way, saved = ways.get(birth.address), ""
+        if way is None:
+            graphs = graphs or Graphs(tensors_of_this_process())
+            root = graphs.root_of_storage(birth.address) or graphs.root_of_ends(found[birth.address], holders)
+            way = holders.ways([root])[0] if root is not None else None
+            saved = ", whose graph saved it for backward"
+        holder = holder_on(way, len(way.objects) - 1).text + saved if way else ""
         yield Left(birth.nbytes, birth.shape, birth.dtype.removeprefix("torch."), birth.made_at, holder)

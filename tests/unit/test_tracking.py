@@ -46,6 +46,17 @@ def test_what_a_cell_leaves_behind_is_named(module: Any) -> None:
     assert report.peak == report.before + 64 * KIB + 2**20
 
 
+def test_of_what_a_graph_keeps_the_tensor_is_named_that_has_the_graph(module: Any) -> None:
+    module.losses = []
+    net, inputs = nn.Linear(64, 64), torch.randn(256, 64)
+    with memory.track() as report:
+        module.losses.append(net(inputs).tanh().mean())
+    largest = report.left[0]
+    assert largest.nbytes == 64 * KIB
+    assert "somebodys.losses[0]`" in largest.holder
+    assert largest.holder.endswith("whose graph saved it for backward")
+
+
 def test_code_that_fails_is_reported_too() -> None:
     with pytest.raises(ZeroDivisionError), memory.track() as report:  # noqa: PT012
         held = torch.zeros(2**20, dtype=torch.uint8)

@@ -327,7 +327,7 @@ def _held(births: Sequence[Birth], holders: Holders) -> list[_Kept]:
         direct = next((tensor for tensor in own if ways.get(id(tensor))), None)
         if direct is None:
             graphs = graphs or Graphs(tensors_of_this_process())
-            root = graphs.root_of_storage(birth.address) or _root_of_ends(own, holders, graphs)
+            root = graphs.root_of_storage(birth.address) or graphs.root_of_ends(own, holders)
             if root is not None or all(id(tensor) in ways for tensor in own):
                 kept.append((birth, root))
         else:
@@ -335,12 +335,6 @@ def _held(births: Sequence[Birth], holders: Holders) -> list[_Kept]:
     roots = list({id(tensor): tensor for _, tensor in kept if tensor is not None and not ways.get(id(tensor))}.values())
     ways |= {id(root): way for root, way in zip(roots, holders.ways(roots), strict=True)}
     return [_Kept(birth, tensor, ways.get(id(tensor))) for birth, tensor in kept]
-
-
-def _root_of_ends(tensors: Sequence[Tensor], holders: Holders, graphs: Graphs) -> Tensor | None:
-    """Return the tensor whose graph alone holds what leads to these: saved by a Python node, or beside the graph."""
-    ends = [end for tensor in tensors for end in holders.ends(tensor)]
-    return next((root for end in ends if (root := graphs.root_of_object(end)) is not None), None)
 
 
 def _largest(births: Sequence[Birth]) -> list[Birth]:

@@ -286,6 +286,11 @@ class Graphs:
         """Return the tensor whose graph has the object: a Python node, or what was saved in a tensor's place."""
         return self._root(self._objects.get(id(thing)))
 
+    def root_of_ends(self, tensors: Sequence[Tensor], holders: Holders) -> Tensor | None:
+        """Return the tensor whose graph alone holds what leads to these: saved by a Python node, or beside it."""
+        ends = (end for tensor in tensors for end in holders.ends(tensor))
+        return next((root for end in ends if (root := self.root_of_object(end)) is not None), None)
+
     def _root(self, number: int | None) -> Tensor | None:
         return None if number is None else self._roots[self._outermost(number)]
 
