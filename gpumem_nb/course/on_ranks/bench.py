@@ -109,3 +109,19 @@ def numbers(values: object) -> list[float] | None:
         return [float(value) for value in values]  # type: ignore[attr-defined]
     except (TypeError, ValueError, RuntimeError):
         return None
+
+
+def whole_segments() -> list[Tensor]:
+    """Give the cache back, and fill the pieces of segments that are in use: while the result is held, none is left."""
+    device = opened()
+    device.empty_cache()
+    plugs = list[Tensor]()
+    for mib in (16, 8, 4, 2):
+        while True:
+            reserved = device.reading().reserved_bytes
+            plugs.append(torch.empty(mib * 2**20, dtype=torch.uint8, device=device.torch_device))
+            if device.reading().reserved_bytes > reserved:
+                plugs.pop()
+                device.empty_cache()
+                break
+    return plugs

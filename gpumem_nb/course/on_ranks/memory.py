@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ...memory.device import opened
-from .bench import Batch, Growth, Names, batches, flat, live_bytes, mlp, mse, numbers, off, seeded
+from .bench import Batch, Growth, Names, batches, flat, live_bytes, mlp, mse, numbers, off, seeded, whole_segments
 
 STEPS, ROWS = 24, 64
 
@@ -165,7 +165,7 @@ def pad(names: Names) -> dict[str, Any]:
     """Pad texts that grow longer from one micro-batch to the next."""
     device = opened().torch_device
     names["pad"]([torch.ones(4, FEATURES, device=device)] * TEXTS)  # what it makes once and for all
-    opened().empty_cache()
+    plugs = whole_segments()
     first = opened().reading()
     opened().reset_peak()
     filled, zeros = True, True
@@ -186,5 +186,6 @@ def pad(names: Names) -> dict[str, Any]:
         "filled": filled,
         "zeros": zeros,
     }
+    del plugs
     opened().empty_cache()
     return result

@@ -77,8 +77,8 @@ def _clipped(ranks: Sequence[dict[str, Any]]) -> Outcome:
     )
     if small["off"] > _SAME and small["times"] < _HALVED:
         return wrong(
-            "What is clipped, or used, is not the gradient but the gradient times or divided by the scaler's scale: "
-            "by that measure everything is too long or too short, and training hardly moves.",
+            "The norm that is clipped is not that of the gradient: it is larger or smaller by the scaler's scale. So "
+            "everything seems too long, or is made too short, and training hardly moves.",
             compared,
         )
     if large["off"] > _SAME and large["times"] > 1 + _SAME:
