@@ -15,7 +15,7 @@ from ipyparallel.error import EngineError, RemoteError
 
 from ..internals.ipyparallel_internals import late_output, published_beside
 from ..shared.answers import Answer, Apart, Pulse, Raised
-from ..shared.errors import ClusterDied, RankError
+from ..shared.errors import ClusterDied, RankError, TrialFailed
 from ..shared.units import name_ranks
 from .interrupts import shielded
 
@@ -84,6 +84,12 @@ class Call:
             if result.done() and (error := self._outcome(rank, result).error):
                 return error
         return None
+
+    def failed_trial(self) -> TrialFailed | None:
+        """Return what a rank that has answered says of a step that failed there, and for which others waited."""
+        done = [(rank, result) for rank, result in zip(self.ranks, self._results, strict=True) if result.done()]
+        errors = (self._outcome(rank, result).error for rank, result in done)
+        return next((error for error in errors if isinstance(error, TrialFailed)), None)
 
     def went_well(self) -> bool:
         """Return whether all ranks have done it."""

@@ -14,8 +14,9 @@ from ..cluster.calls import Call
 from ..cluster.interrupts import let_finish, shielded
 from ..cluster.ranks import Posted, Ranks
 from ..report import waits
+from ..report.rescue import stalled
 from ..shared.answers import Progress
-from ..shared.errors import ClusterDied, Interrupted, NoSession, RankError, Stalled, TrainingFailed, WorkloadError
+from ..shared.errors import ClusterDied, Interrupted, NoSession, RankError, TrainingFailed, WorkloadError
 from ..shared.messages import Surroundings
 from ..shared.units import RankChoice, choose_ranks, name_ranks
 from .history import History
@@ -237,9 +238,7 @@ class Foreground:
                 self._interrupt(call)
                 raise
             except RankError as error:
-                if what := self._after_stall(call):
-                    raise Stalled(error, what) from None
-                raise
+                raise stalled(error, self._after_stall(call), call.failed_trial()) from None
         self._interrupts.in_vain = False  # they answer
         return call
 

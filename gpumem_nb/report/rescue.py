@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..shared.errors import RankError, Stalled, TrialFailed
 from ..shared.messages import Failure
 from ..shared.settings import Settings
 from ..shared.units import format_bytes
@@ -11,7 +12,42 @@ from .advice import OF_FILLED
 from .freed import held_by_cells
 from .instead import LARGER, Fit, Instead
 
+_UNTRIED = (
+    "Nothing lighter was tried out, because the ranks had come apart: one waited in a collective for this one. "
+    "%hvd_ladder looks for what fits."
+)
 _FURTHER = "To look further, also at other optimizers: %hvd_ladder"
+
+
+def headline(failure: Failure) -> str:
+    """Return which rank could not do what, and why."""
+    if failure.kind == "diverged":
+        return failure.message
+    if failure.phase == "settings":
+        where = "" if failure.everywhere else f" on rank {failure.rank}"
+        return f"These settings cannot be used{where}: {failure.message}"
+    where = "in the evaluation" if failure.phase == "evaluation" else f"in the {failure.phase} part of the step"
+    if failure.module:
+        where += f", in {failure.module}"
+    if failure.kind != "oom":
+        return f"rank {failure.rank} failed {where}: {failure.message}"
+    if failure.asked_bytes is None:
+        return f"rank {failure.rank} ran out of memory {where}: {failure.message}"
+    free = "" if failure.free_bytes is None else f" with {format_bytes(failure.free_bytes)} free"
+    asked = format_bytes(failure.asked_bytes)
+    return f"rank {failure.rank} ran out of memory {where}: Tried to allocate {asked}{free}."
+
+
+def stalled(error: RankError, what: str, failed: TrialFailed | None) -> RankError:
+    """Return the error to raise for that of the first rank.
+
+    Args:
+        what: a sentence on who waited for whom; empty if no rank waited.
+        failed: what failed on the rank that others waited for, in a step of a question.
+    """
+    if failed:
+        return Stalled(failed, f"{headline(failed.failure)}\n{what}".rstrip())
+    return Stalled(error, what) if what else error
 
 
 @dataclass(slots=True)
@@ -29,6 +65,7 @@ class Rescue:
         looking: whether it is still being found out what would have fit.
         instead: what to train with in its place, as far as that was tried out on the step that had failed.
         now: the settings in force since, from which commands lead to what was tried; ``None``: those it ran under.
+        apart: the ranks came apart in it, so that nothing could be tried out.
         ranks: how many there are.
         model_version: of the model that it is about; see ``History``.
     """
@@ -43,28 +80,14 @@ class Rescue:
     looking: bool = False
     instead: Instead | None = None
     now: Settings | None = None
+    apart: bool = False
     ranks: int = 1
     model_version: int = 0
 
     @property
     def headline(self) -> str:
         """Return which rank could not do what, and why."""
-        failure = self.failure
-        if failure.kind == "diverged":
-            return failure.message
-        if failure.phase == "settings":
-            where = "" if failure.everywhere else f" on rank {failure.rank}"
-            return f"These settings cannot be used{where}: {failure.message}"
-        where = "in the evaluation" if failure.phase == "evaluation" else f"in the {failure.phase} part of the step"
-        if failure.module:
-            where += f", in {failure.module}"
-        if failure.kind != "oom":
-            return f"rank {failure.rank} failed {where}: {failure.message}"
-        if failure.asked_bytes is None:
-            return f"rank {failure.rank} ran out of memory {where}: {failure.message}"
-        free = "" if failure.free_bytes is None else f" with {format_bytes(failure.free_bytes)} free"
-        asked = format_bytes(failure.asked_bytes)
-        return f"rank {failure.rank} ran out of memory {where}: Tried to allocate {asked}{free}."
+        return headline(self.failure)
 
     @property
     def fitting(self) -> tuple[Fit, ...]:
@@ -117,7 +140,7 @@ class Rescue:
             return self._and_cause(" ".join([found.words(self._in_force), *further]))
         if self.now not in (None, self.settings):
             return self._and_cause("")  # what training went back to fits
-        return self._and_cause(LARGER)
+        return self._and_cause(_UNTRIED if self.apart else LARGER)
 
     def _and_cause(self, said: str) -> str:
         """Return the same below what is the cause: the command stands last."""

@@ -96,6 +96,18 @@ class RankError(GpumemError):
         return [f"[rank {self.rank}] {self.remote_traceback}".rstrip() if self.remote_traceback else str(self)]
 
 
+class TrialFailed(RankError):
+    """A step of a question failed on a rank for which others then waited in vain.
+
+    Attributes:
+        failure: why, a :class:`~gpumem_nb.shared.messages.Failure`.
+    """
+
+    def __init__(self, failure: Any) -> None:
+        super().__init__(failure.rank, failure.kind, failure.message, failure.traceback)
+        self.failure = failure
+
+
 class Stalled(RankError):
     """Code on a rank waited for ranks that did not come, and was freed."""
 

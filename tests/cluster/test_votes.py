@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpumem_nb.session import Session
-from gpumem_nb.shared.errors import TrainingFailed
+from gpumem_nb.shared.errors import Stalled, TrainingFailed
 from tests.cluster.trouble import everything, prepared, same_as
 from tests.conftest import about, weights
 from tests.internals import COLLECT, DEVICE, LIVE
@@ -130,6 +130,10 @@ def test_a_rank_that_fails_before_the_losss_own_collective_is_quoted(
         with pytest.raises(TrainingFailed, match=r"rank 1 failed in the forward part of the step.*") as caught:
             session.train(2)
         assert "ValueError: planted" in str(caught.value)
+        for ask in (session.predict, session.timeline):  # steps that are undone, recorded or not
+            with pytest.raises(Stalled, match=r"rank 1 failed in the forward part of the step.*planted") as stalled:
+                ask()
+            assert "Rank 0 waited in all-gather 'contrast'" in str(stalled.value)
         session.run("failing = False")
         assert weights(session) == before
         assert session.train(2).steps == 2

@@ -347,6 +347,9 @@ def test_where_nothing_was_tried_out_what_training_went_back_to_is_advice_enough
     failure = Failure(1, "oom", "forward", "out of memory", asked_bytes=10, free_bytes=1)
     stopped = Rescue(failure, 5, Settings(batch_size=64), did="training stopped", now=Settings(batch_size=64))
     assert stopped.advice == "Use a smaller model or a larger limit."
+    stopped.apart = True
+    assert stopped.advice.startswith("Nothing lighter was tried out, because the ranks had come apart")
+    assert stopped.advice.endswith("%hvd_ladder looks for what fits.")
     went_back = Rescue(failure, 5, Settings(batch_size=64), did="training went back to batch_size=32", now=Settings())
     assert went_back.advice == ""
 

@@ -37,7 +37,7 @@ from .rates import Course
 from .samples import Looks, Outcome, begun, completed
 from .step import Stepper
 from .step_clock import StepTimings
-from .trials import NO_CONFIGURATION, Trial, Trials, room_of_state_that_leaves
+from .trials import NO_CONFIGURATION, Trial, Trials, check_together, room_of_state_that_leaves
 from .update_times import UpdateTimes
 from .voting import StepOrder
 
@@ -237,6 +237,7 @@ class Trainer:
         chunk = Chunk(self.live.settings, self._settings_id, 1, trial=True, ledger_steps=1)
         with leaving_no_cache(self._device), self.drawing(), self.trying(chunk) as failure:
             outcome, _ = self._step(failure, chunk)
+        check_together(outcome)
         if outcome.failure:
             raise WorkloadError(f"The step could not be recorded: {outcome.failure.message}")
         record, self.stepper.record = self.stepper.record, None
@@ -276,8 +277,7 @@ class Trainer:
 
     def try_step(self, failure: Failure | None, chunk: Chunk) -> Trial:
         """Take one step of a trial, undone on all ranks. A failure to apply its settings fails it from the start."""
-        outcome, _ = self._step(failure, chunk)
-        return Trial.of(outcome, self.stepper, self.live, self._device)
+        return Trial.of(self._step(failure, chunk)[0], self.stepper, self.live, self._device)
 
     def look_into_step(self, looks: Looks, settings: Settings) -> Failure | None:
         """Take one step under these settings, which is undone, and look into it. All ranks do that."""

@@ -15,7 +15,7 @@ from ...memory.ledger.trace import Trace
 from ...memory.prediction import SmallSteps, forecast, largest
 from ...shared.allocator_settings import AllocatorSettings
 from ...shared.categories import CATEGORIES, OPTIMIZER_STATE, PARAMETERS
-from ...shared.errors import WorkloadError
+from ...shared.errors import TrialFailed, WorkloadError
 from ...shared.forecast import (
     BY_PEAKS,
     FEWEST,
@@ -125,7 +125,8 @@ class Trial:
 
     @classmethod
     def of(cls, outcome: Outcome, stepper: Stepper, live: LiveModel, device: Device) -> Trial:
-        """Take in the latest step, while the settings that are tried are in effect."""
+        """Take in the latest step, while the settings that are tried are in effect; see :func:`check_together`."""
+        check_together(outcome)
         record, stepper.record = stepper.record, None
         trace = record.trace(live.settings.batch_size) if record else None
         if trace and live.state_would_leave:
@@ -138,6 +139,20 @@ class Trial:
             trace = replace(trace, **live.waits.use(live.settings, state_bytes)._asdict())
         failure = beside_what_would_leave(outcome.failure, live, device)
         return cls(failure, trace, stepper.work_s, stepper.data_s, outcome.timings, stepper.not_foreseen)
+
+
+def check_together(outcome: Outcome) -> None:
+    """Tell why the step of a question failed here, if the ranks came apart by it: they cannot agree on that any more.
+
+    Raises:
+        TrialFailed: others waited for this rank in a collective, of the loss say.
+        Separated: this rank waited for others.
+    """
+    if outcome.failure is None or not here().separated():
+        return
+    if outcome.failure.kind in ("stall", "interrupted"):  # the latter is what ranks that come late are
+        here().check()
+    raise TrialFailed(outcome.failure)
 
 
 def beside_what_would_leave(failure: Failure | None, live: LiveModel, device: Device) -> Failure | None:

@@ -150,6 +150,7 @@ class Failures:
                 self._state.adopt(self._state.settings)
             return
         rescue = self._rescue(failure, chunk)
+        rescue.apart = apart
         if failure.kind == "diverged":
             self._state.stop(rescue)
             rescue.did = "training paused"
