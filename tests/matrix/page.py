@@ -40,13 +40,15 @@ they run, and put back bit for bit where it differs:
   modules by the names that these functions use; names that come in the step are dropped;
 - hooks of modules, and those that `register_hook` puts on weights;
 - what lists, dicts, tuples, sets and deques among these hold, of any length and six deep; tensors in them of up to
-  64 KiB, and larger ones once their content was seen to change; NumPy arrays likewise.
+  64 KiB, and larger ones once their content was seen to change; NumPy arrays likewise;
+- what `bytearray`, `array.array`, `threading.local` and the queues of `queue` hold.
 
 What one part raises stops no other, and the next step tells of it. A cell may change anything, so after each of them
 all that was learned of the model is found out anew, and the first update can be undone.
 
 Not restored: files, prints and what runs on other machines; objects of installed packages and of Python's own modules
-(such as `queue.Queue`, `bytearray`, `io.StringIO`), and their variables; objects of datasets, samplers and schedulers;
+(such as pandas frames, `contextvars`, `io.StringIO`), and their variables; objects of datasets, samplers and
+schedulers;
 what `next()` took from an iterator; other attributes of tensors, what serves as a key, and what `lru_cache` keeps; a
 tensor above 1 MiB that is neither a weight nor a buffer, in the first step that writes it, and in each that writes it
 through `.data` alone; one above 64 KiB that is written through `.data` for the first time after some steps without (in

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..copies import same
 from .changing import Key, can_be_filled
 from .places import GONE, Holding, Items, Names, elements_of
-from .reachable import SCALARS, Reachable
+from .reachable import RAW, SCALARS, Reachable
 
 Hold = Callable[[Any], Any]
 """What to hold of a tensor or a tuple: itself, or a :class:`Holding`."""
@@ -99,7 +99,7 @@ class PythonSnapshot:
         # In one list: a copy of each dict would be a thing that Python's collector of garbage goes through.
         self._in_modules: list[Any] = list(chain.from_iterable(named.values() for named in found.held))
         self._hooked = list(map(dict, found.hooked))  # by other numbers, perhaps, than when they were looked for
-        self._arrays = [array.copy() for array in found.arrays]
+        self._arrays = [one[:] if isinstance(one, RAW) else one.copy() for one in found.arrays]
         self._drawn = list(map(_drawn, found.generators))
 
     def _sort(self, key: Key, name: Any, value: Any) -> None:
@@ -178,7 +178,8 @@ class PythonSnapshot:
         for named, before in self._dicts():
             yield from Items(named, (0, "")).put_back(before)
         for array, content in zip(self._found.arrays, self._arrays, strict=True):
-            yield partial(setitem, array, ..., content)  # with its mask, if it has one
+            whole = slice(None) if isinstance(array, RAW) else ...
+            yield partial(setitem, array, whole, content)  # with its mask, if it has one
         for generator, drawn in zip(self._found.generators, self._drawn, strict=True):
             yield partial(_go_on, generator, drawn)
 
@@ -244,6 +245,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _holds_same(one: Any, other: Any) -> bool:
+    if isinstance(one, RAW):
+        return bool(one == other)
     return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
 
 

@@ -8,12 +8,15 @@ import inspect
 import random
 import sys
 import sysconfig
+import threading
 import weakref
 from argparse import Namespace
+from array import array
 from collections import ChainMap, UserDict, UserList, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
+from queue import LifoQueue, PriorityQueue, Queue
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -35,6 +38,8 @@ from ...internals.torch_internals import (
 from .changing import SMALL_BYTES, Key
 from .places import CONTAINERS, Alike, Items, Names, elements_of
 
+RAW = (bytearray, array)
+"""Python's own arrays."""
 GENERATORS = (random.Random, np.random.BitGenerator, np.random.RandomState, torch.Generator)
 
 
@@ -52,6 +57,7 @@ PLAIN = SCALARS | {Tensor, nn.Parameter}
 _OTHERS_CARE = (Optimizer, LRScheduler, Dataset, DataLoader, random.SystemRandom)
 _DEPTH, _OBJECT, _CONTAINER = 27, 7, 1  # so three objects deep, and six containers in each place
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+_OPEN = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, Queue, LifoQueue, PriorityQueue, threading.local)
 _CLOSED = frozenset({"torch", "numpy", "horovod", "IPython", "ipykernel", "gpumem_nb"}) | sys.stdlib_module_names
 _OF_GLOBALS, _STORING = ("LOAD_GLOBAL", "STORE_GLOBAL"), ("STORE_GLOBAL", "STORE_ATTR")
 
@@ -67,7 +73,7 @@ class Reachable:
         keys, sizes: the names in the dicts that are held, all in a row, and how many there are in each.
         hooked, linking: those of hooks, and of hooks and children, in which something is found.
         generators: of random numbers, outside the global ones.
-        arrays: NumPy's, of those that are small.
+        arrays: NumPy's, of those that are small, and Python's own.
         large_arrays: the others, as tensors of the same memory, with their places.
     """
 
@@ -130,6 +136,8 @@ class Reachable:
             self.generators.append(value)
         elif isinstance(value, np.ndarray):
             self._array(value, key)
+        elif isinstance(value, RAW):
+            self.arrays.append(value)
         else:
             self._object(value, depth, key)
 
@@ -154,7 +162,8 @@ class Reachable:
         """Look into what an object holds, which may be a container of the user's own class."""
         if _is_open(type(value)):
             self._class(type(value))
-            if isinstance(names := _Attributes(value)["__dict__"], dict):
+            of_thread = isinstance(value, threading.local)  # has a dict for each thread
+            if isinstance(names := vars(value) if of_thread else _Attributes(value)["__dict__"], dict):
                 self._names(names, names, depth - _OBJECT, id(value), frozenset())
             self._names(_Attributes(value), _slots(type(value)), depth - _OBJECT, id(value))
 
@@ -358,7 +367,7 @@ def _is_own(thing: type | ModuleType) -> bool:
 
 def _is_open(kind: type) -> bool:
     """Return whether attributes of such an object are looked after."""
-    if kind in (SimpleNamespace, Namespace, UserDict, UserList, ChainMap):
+    if kind in _OPEN:
         return True
     # Hugging Face's configurations, known by ``model_type``: a hundred attributes that forward only reads.
     return _package(kind) not in _CLOSED and not hasattr(kind, "model_type")
