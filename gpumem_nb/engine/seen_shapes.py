@@ -44,7 +44,8 @@ class SeenShapes(TorchDispatchMode):
 
     def _see(self, name: str, args: Any, result: Any) -> None:
         if name in _PRODUCTS:
-            self._products.add(tuple(result.shape[-2:]))
+            rows, columns = result.shape[-2:]
+            self._products |= {(rows, columns), (columns, rows)}  # it may be transposed before the softmax
         elif name in (_SCORES, _LOGITS) and isinstance(result, Tensor) and not in_backward():
             if name == _LOGITS:
                 self.logits = max(self.logits, tuple(args[0].shape), key=lambda shape: math.prod(shape) if shape else 0)

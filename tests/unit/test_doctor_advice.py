@@ -225,6 +225,13 @@ def test_scores_of_all_pairs_are_told_from_other_softmaxes(attend: Any, scores: 
     assert seen.scores == [2 * 4 * 32 * 32 * 4] * scores
 
 
+def test_scores_that_are_transposed_before_their_softmax_are_those_of_attention() -> None:
+    queries, keys = torch.randn(2, 32, 16), torch.randn(2, 24, 16)
+    with SeenShapes() as seen:
+        (keys @ queries.mT).mT.softmax(-1) @ keys
+    assert seen.scores == [2 * 32 * 24 * 4]
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_rank_says_how_many_groups_its_optimizer_has(gpu: VirtualGPU) -> None:
     trained = trainer(gpu, lambda params: SGD([{"params": [one]} for one in params], lr=0.1))
