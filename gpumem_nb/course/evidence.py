@@ -126,8 +126,11 @@ class Evidence:
             TimeoutError: it did not come back.
         """
         self.needs_names(name, cell=f"the cell that defines {name}")
-        module = f"__import__({f'{_ON_RANKS}.{harness}'!r}, fromlist=['*'])"
-        return self.on_ranks(f"{module}.{name}(globals())")
+        return self.of_module(harness, f"{name}(globals())")
+
+    def of_module(self, harness: str, call: str) -> list[Any]:
+        """Call a function of a module in ``course/on_ranks`` on all ranks, such as ``"rounded(0.001, 1000)"``."""
+        return self.on_ranks(f"__import__({f'{_ON_RANKS}.{harness}'!r}, fromlist=['*']).{call}")
 
     def measure(self, /, **knobs: Any) -> Measured:
         """Train a few steps as :meth:`trained` does, and record one more, which is undone.
@@ -172,7 +175,7 @@ class Evidence:
         before, playing = session.settings, session.playing
         session.pause()
         try:
-            session.set(**wanted.changed_from(before))
+            _settle(session, wanted)
             try:
                 run = session.train(STEPS)
             except TrainingFailed as error:
@@ -181,9 +184,16 @@ class Evidence:
                 raise _why_not(session, " ".join(run.notes))
             yield run
         finally:
-            session.set(**before.changed_from(session.settings))
+            _settle(session, before)
             if playing:
                 session.play()
+
+
+def _settle(session: Session, wanted: Settings) -> None:
+    """Bring the session to these settings; a knob may switch another, such as activation_budget checkpointing."""
+    for _ in range(2):
+        if changes := wanted.changed_from(session.settings):
+            session.set(**changes)
 
 
 def _why_not(session: Session, said: str) -> NotReady:

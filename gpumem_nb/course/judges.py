@@ -59,7 +59,7 @@ def measured(
         compared = {
             "you": words(guess),
             "measured": words(true),
-            "you are": _distance(off),
+            "you are": _distance(off, within),
             "right is": _within(within),
         }
         if abs(off) <= within:
@@ -97,9 +97,9 @@ def named(
     return judge
 
 
-def _distance(off: float) -> str:
+def _distance(off: float, within: float) -> str:
     """Return how far a guess is from a figure, in words."""
-    if abs(off) < _SAME:
+    if abs(off) < min(_SAME, within):
         return "on it"
     return f"{1 + off:.3g} times that" if off > 1 else f"{_percent(abs(off))} {'above' if off > 0 else 'below'}"
 
@@ -109,7 +109,7 @@ def _within(share: float) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
 
 
 def _off(guess: float, true: float) -> float:

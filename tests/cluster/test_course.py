@@ -106,3 +106,12 @@ def test_students_code_is_judged_on_two_ranks_as_on_four(
             assert hint in f"{said.said} {said.compared}"
     assert two_ranks.policy.stall_limit_s == limit_s
     two_ranks.run(f"for _name in set(globals()) - {known[0]!r} - {{'_name'}}:\n    del globals()[_name]")
+
+
+def test_a_knob_that_switches_another_does_not_keep_settings_from_being_measured(two_ranks: Session) -> None:
+    two_ranks.load("text-gpt", width=64, depth=2)
+    two_ranks.set(activation_budget=0.3)
+    before = two_ranks.set(checkpointing="blocks", batch_size=3)
+    with Evidence().trained(checkpointing="blocks", batch_size=2):
+        assert (two_ranks.settings.checkpointing, two_ranks.settings.activation_budget) == ("blocks", 0.5)
+    assert two_ranks.settings == before

@@ -125,6 +125,8 @@ def test_words_are_read_whatever_their_case_and_number() -> None:
     assert answers.Word(("losses",)).read("Loss") == answers.Word(("losses",)).read("losses") == "losses"
     with pytest.raises(InvalidInput, match=r"^'optimiser stats' is not"):
         form.read("activations, optimiser stats")
+    with pytest.raises(InvalidInput, match=r"^'optimizer' is not an answer here: did you mean 'optimizer state'"):
+        form.read("activations, optimizer")
     for bad in ("weights", ["activations", 3], 3, {"activations": 1}):
         with pytest.raises(InvalidInput, match=r"llowed|give a list|give one of"):
             form.read(bad)
@@ -157,6 +159,15 @@ def test_a_guess_is_shown_beside_what_was_measured(lesson: Lesson, guess: str, s
     assert (report.compared["you"], report.compared["measured"]) == (f"{guess.split()[0]}.0 MiB", "100.0 MiB")
     assert "within 10 %" in report._repr_html_()
     assert report.frame().state[0] == state
+
+
+def test_a_small_tolerance_is_told_as_it_is() -> None:
+    judge = measured(
+        lambda _: 1.0, lambda one: one, within=0.0005, why="yes", too_low="low", too_high="high", words=str
+    )
+    above, on_it = (judge(guess, Evidence()).compared for guess in (1.001, 1.0))
+    assert above == {"you": "1.001", "measured": "1.0", "you are": "0.1 % above", "right is": "within 0.05 %"}
+    assert on_it == {"you": "1.0", "measured": "1.0", "you are": "on it", "right is": "within 0.05 %"}
 
 
 def test_words_that_should_not_be_there_or_are_left_out_have_their_hints() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..exercise import Content
-from . import clinic, lesson_1, lesson_2, lesson_3
+from . import clinic, lesson_1, lesson_2, lesson_3, lesson_4, lesson_5
 
 LESSONS: dict[str, Content] = {
-    content.number: content for content in (lesson_1.LESSON, lesson_2.LESSON, lesson_3.LESSON, clinic.LESSON)
+    module.LESSON.number: module.LESSON for module in (lesson_1, lesson_2, lesson_3, lesson_4, lesson_5, clinic)
 }
