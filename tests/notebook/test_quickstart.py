@@ -93,7 +93,6 @@ def test_running_out_of_memory_is_survived(executed: dict[str, str]) -> None:
 def test_it_ends_with_a_discovery_and_not_with_the_error_made_on_purpose(executed: dict[str, str]) -> None:
     assert "ran out of memory" not in "".join(executed[cell] for cell in ("taken-over", "doctor", "tune", "faster"))
     found = ["Checkpointing can be switched off", "Larger micro-batches would be faster"]
-    found += ["Other programs are using your cores"]  # which may be so
     assert any(title in executed["doctor"] for title in found), executed["doctor"]
     assert "were measured by steps that were undone" in executed["tune"]
     assert "Nothing was applied" not in executed["tune"]
