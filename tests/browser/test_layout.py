@@ -24,6 +24,7 @@ def panel(lab: Lab, chrome: Browser) -> Iterator[PanelPage]:
     start = "s = gm.start(2, device='cpu', memory_limit='96MiB')"
     panel = open_panel(lab, chrome, "layout.ipynb", start, "s.panel().dock();", "s.panel(big=True)")
     panel.notebook.evaluate("s.train(6) and None")
+    panel.notebook.evaluate("s.panel().close()")  # each test opens its own, and wants no other on the page
     yield panel
     panel.notebook.evaluate("s.stop()")
     panel.notebook.close()
