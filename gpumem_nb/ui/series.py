@@ -177,12 +177,11 @@ def above_median(peak: Peak, found: Sequence[Peak]) -> float:
 
 
 def shown(found: Sequence[Peak]) -> dict[str, Peak]:
-    """Return the ranks that get a bar each, by the label under it."""
-    if len(found) <= MOST_RANKS:
-        return {str(peak.rank): peak for peak in found}
-    ordered = worst_first(found)
-    chosen = {"worst": ordered[0], "median": ordered[len(ordered) // 2], "best": ordered[-1]}
-    return {f"{word}: {peak.rank}": peak for word, peak in chosen.items()}
+    """Return the ranks that get a bar each, by the label under it; of many the worst, the median and the best one."""
+    if len(found) > MOST_RANKS:
+        ordered = worst_first(found)
+        found = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+    return {str(peak.rank): peak for peak in found}
 
 
 @dataclass(frozen=True, slots=True)

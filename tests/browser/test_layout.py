@@ -118,7 +118,7 @@ def _look(panel: PanelPage, width: int, height: int, docked: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, 8, 64])
 def test_many_ranks_cover_nothing(lab: Lab, chrome: Browser, ranks: int) -> None:
     cells = ["from tests.bench.many_ranks import Fed", f"fed = Fed({ranks}, steps=8)\nfed.shown()"]
     lab.write(f"ranks{ranks}.ipynb", cells)

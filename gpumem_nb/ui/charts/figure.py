@@ -149,7 +149,8 @@ class Assembly:
             x |= {"nticks": _FEW_TICKS} if place.span == 1 else {}
             title = "step" if lowest else ""
         else:
-            x |= {"fixedrange": True, "unifiedhovertitle": {"text": "rank %{x}"}}
+            x |= {"type": "category", "tickangle": 0, "fixedrange": True}
+            x |= {"unifiedhovertitle": {"text": "rank %{x}"}}
             title = chart.x_title
         if title:
             x["title"] = {"text": title, "standoff": 2, "font": {"size": _TEXT_PX * self._scale}}

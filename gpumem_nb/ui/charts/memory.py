@@ -15,7 +15,7 @@ from plotly import graph_objects as go
 
 from ...shared.categories import CATEGORIES
 from ...shared.units import format_bytes
-from ..series import Array, Peak, shown, worst_first
+from ..series import MOST_RANKS, Array, Peak, shown, worst_first
 from ..style import GREY, LOOKS, UNKNOWN, VERMILION
 from .chart import Axes, Chart, Drawn, Label, Place, beside, largest_parts, straight_line
 from .view import View
@@ -103,8 +103,13 @@ def _far_limits(view: View, axes: Axes) -> list[dict[str, Any]]:
     return [{"text": words, "xref": f"{axes.x} domain", "yref": f"{axes.y} domain", **place}] if text else []
 
 
+def _vram_title(view: View) -> str:
+    # There is no room for these words under the bars.
+    return "Now, by rank" if len(view.peaks) <= MOST_RANKS else "Worst, median, best"
+
+
 VRAM = Chart(
-    title=lambda view: "Now, by rank",
+    title=_vram_title,
     place=Place(row=0, column=0),
     traces=_vram_traces,
     draw=_draw_vram,
