@@ -10,8 +10,9 @@ Python's own figure holds already, so to send all of it again takes ``_send_upda
 A page gives an anywidget 2 seconds to load its JavaScript; if it takes longer, all that the widget is sent afterwards
 is dropped (anywidget 0.11.0, ``Runtime``). plotly's 5 MB take longer on a slow or busy computer: charts would stay as
 they were at first, without a word. So what is loaded in those 2 seconds is a few lines; these load plotly, and wait.
-A page loads it once, whatever the number of figures: to read 5 MB of script again takes as long as the first time. And
-it begins with the first figure that it hears of, which need not be shown (:func:`load_ahead`).
+A kernel sends it once, in a widget that all figures name, and a page loads it once: to send and to read 5 MB again
+takes as long as the first time. And it begins with the first figure that it hears of, which need not be shown
+(:func:`load_ahead`).
 
 A view that was taken off the page (its cell ran again) goes on listening in plotly, fails at the next update, and the
 views after it hear nothing any more. So each view's listeners go with it.
@@ -38,6 +39,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
+import ipywidgets
 import traitlets
 from _plotly_utils import optional_imports  # type: ignore[import-untyped]
 
@@ -72,18 +74,22 @@ const loaded = (script) => {
   }
   return scripts.get(script.length);
 };
+const script = async (model) => {
+  const sent = await model.widget_manager.get_model(model.get("_plotly").slice("IPY_MODEL_".length));
+  return loaded(sent.get("script"));
+};
 export default () => {
   let own, plotly, listening;
   const load = async () => {
-    const widget = await (await loaded(own.get("_bundle"))).default();
+    const widget = await (await script(own)).default();
     await widget.initialize({ model: own });
     return widget;
   };
   return {
     initialize({ model }) {
       const on = (event, heard) => { listening?.push([event, heard]); model.on(event, heard); };
-      own = { ...model, on };
-      loaded(own.get("_bundle"));
+      own = { ...model, on, widget_manager: model.widget_manager };
+      script(own);
     },
     async render({ el }) {
       plotly ??= load();
@@ -99,11 +105,20 @@ export default () => {
 """
 
 
+class Script(ipywidgets.Widget):  # type: ignore[misc]
+    """What all figures of a kernel are drawn by: plotly's own script. It is never shown."""
+
+    script = traitlets.Unicode(str(FigureWidget._esm)).tag(sync=True)
+
+
+_script = cache(Script)
+
+
 class LiveFigure(FigureWidget):  # type: ignore[misc]
     """A figure that a slow page draws, too, and that a reloaded page shows as it is now and not as it was at first."""
 
     _esm = _LOADER
-    _bundle = traitlets.Unicode(str(FigureWidget._esm)).tag(sync=True)
+    _plotly = traitlets.Instance(Script).tag(sync=True, **ipywidgets.widget_serialization)
     _complete = False
     _config: dict[str, Any]
 
@@ -112,6 +127,10 @@ class LiveFigure(FigureWidget):  # type: ignore[misc]
         super().__init__(**parts)
         self._config = self._config | {"responsive": True}
         self._complete = True
+
+    @traitlets.default("_plotly")
+    def _one_for_all(self) -> Script:
+        return _script()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -322,10 +322,10 @@ def set_parent() -> None:
 @checks("plotly", "FigureWidget's _esm, a function that makes what initializes and renders")
 def script() -> None:
     figure = plotly_internals.LiveFigure()
-    must(figure._bundle == str(graph_objects.FigureWidget._esm), "not plotly's own script")
-    must("as default}" in figure._bundle, "it has no default export")
+    must((bundle := figure._plotly.script) == str(graph_objects.FigureWidget._esm), "not plotly's own script")
+    must("as default}" in bundle, "it has no default export")
     must(len(figure._esm) < 10_000, "the page cannot load it in an instant")
-    must(figure._config["responsive"] and "_responsiveChartHandler" in figure._bundle, "it does not follow its place")
+    must(figure._config["responsive"] and "_responsiveChartHandler" in bundle, "it does not follow its place")
 
 
 @checks("plotly", "FigureWidget's get_state, _data and _layout_obj")
