@@ -12,7 +12,7 @@ from tests.tiers import every, first_tier
 
 from .lab import Lab, Notebook
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.full]
 
 TRAIN = """
 %load_ext gpumem_nb

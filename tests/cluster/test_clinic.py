@@ -57,6 +57,7 @@ def test_a_case_whose_cell_was_not_run_says_so(ward: tuple[Session, Lesson]) -> 
     assert "Run the cell that defines pad first" in found.said
 
 
+@pytest.mark.full
 def test_ranks_that_wait_for_each_other_are_told(ward: tuple[Session, Lesson]) -> None:
     session, lesson = ward
     session.run("def before_evaluation(model):\n    if rank == 0:\n        hvd.broadcast(torch.ones(1), root_rank=0)")

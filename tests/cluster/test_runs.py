@@ -256,6 +256,7 @@ class Text(HTMLParser):
         return " ".join(self.said)
 
 
+@pytest.mark.full
 def test_a_report_is_one_page_of_what_is_known(
     session: Session, shell: InteractiveShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from gpumem_nb.shared.errors import InvalidInput, TrainingFailed, WorkloadError
 from gpumem_nb.shared.settings import Settings
 from tests import exported, internals
 from tests.conftest import ranks, weights
+from tests.tiers import every, first_tier
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -105,7 +106,11 @@ IN_GATHER = "import gpumem_nb.engine.step.shards as it; holder, name = it, 'of_w
 BETWEEN = "import gpumem_nb.engine.step.partition as it; holder, name = it.Exchange, 'run'"
 
 
-@pytest.mark.parametrize(("where", "precision"), [(IN_UPDATE, "fp32"), (IN_GATHER, "fp16")], ids=["update", "gather"])
+@pytest.mark.parametrize(
+    ("where", "precision"),
+    first_tier([(IN_UPDATE, "fp32"), (IN_GATHER, "fp16")], every(2)),
+    ids=["update", "gather"],
+)
 def test_memory_that_runs_out_in_the_update_or_before_weights_are_given_leaves_no_trace(
     two_ranks: Session, where: str, precision: str
 ) -> None:
@@ -171,6 +176,7 @@ def test_ranks_that_come_apart_while_weights_are_given_go_on_alike(impatient: Se
     assert weights(session) == fingerprint
 
 
+@pytest.mark.full
 def test_what_cannot_be_shared_is_refused_and_training_goes_back(
     two_ranks: Session, fresh: Callable[..., Session]
 ) -> None:
