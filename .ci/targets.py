@@ -22,7 +22,7 @@ HELP = """\
 make setup   make .venv with everything pinned, build Horovod and the virtual GPU (once; afterwards seconds)
 make lab     set up, then open JupyterLab on the quickstart (LAB_ARGS="--no-browser --port 9000" is passed on)
 make demo    set up, then run the quickstart without a browser and print what it measured
-make test    set up, then run the first tier of checks, in 15 minutes (needs Chromium; CHROMIUM=/path names one)
+make test    set up, then run the first tier of checks, in 16 minutes (needs Chromium; CHROMIUM=/path names one)
 make test-full  set up, then run every check that needs no GPU: at most 75 minutes (docs/reliability.md)
 make course  set up, then take the course with its answer key, and with wrong answers (docs/architecture.md)
 make course-kit  put the course without its answers into dist/course-kit, and into a zip beside it

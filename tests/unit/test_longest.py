@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import tracemalloc
 from dataclasses import dataclass, replace
@@ -156,6 +157,7 @@ def test_where_a_small_step_of_the_longest_sample_does_not_fit_fewer_tell_what_i
     device = opened()
     trainer = Trainer(Workload("reader", model, texts, next_word), stream(), device, time.time())
     settings, logits = Settings(batch_size=16, optimizer="sgd"), 4 * 16 * 6000 * 50
+    gc.collect()  # what earlier tests left must not go in the middle
     device.empty_cache()  # in which others may have left room for less
     before = device.reading()
     device.set_limit(before.reserved_bytes + round(1.2 * logits))
