@@ -24,7 +24,7 @@ ANSWERS = answers_of(NOTEBOOK).exercises
 
 @pytest.fixture
 def ward(two_ranks: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Session, Lesson]]:
-    """Two ranks with as much room as the notebook's, and the clinic as nobody has entered it yet."""
+    """Two ranks with as much room as the notebook's, and the clinic without any answers."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     set_limit(two_ranks, ROOM)
     yield two_ranks, Lesson(LESSONS["clinic"])

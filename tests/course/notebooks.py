@@ -47,7 +47,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Answers:
-    """What ``answers/lesson_N.toml`` holds; ``given`` are numbers of the prose that nobody measured."""
+    """What ``answers/lesson_N.toml`` holds; ``given`` are numbers of the prose that were not measured."""
 
     exercises: Mapping[str, Key]
     figures: tuple[Figure, ...]
