@@ -20,8 +20,8 @@ or ``%lesson check 1.2 41 MB``. How to add a lesson or an exercise:
    trains a few steps under these settings, records one, and puts the settings back, so a check gives the same whatever
    was run before it; ``evidence.of_function("pad", "memory")`` has ``pad`` of ``course/on_ranks/memory.py`` run inside
    of each rank, which calls the function ``pad`` that a student's cell defined there and returns what it measured;
-   ``evidence.of_module("twice", "arithmetic()")`` calls one that is about no function of the student's;
-   ``evidence.on_ranks(code)`` runs code beside what cells defined, after ``evidence.needs_names("loader", cell="…")``;
+   ``evidence.of_module("twice", "arithmetic()")`` calls one that is about no function of the student's (after
+   ``evidence.needs_names("new_net", cell="…")`` where it takes names of cells: ``"drift(globals(), 20)"``);
    ``evidence.needs("text-gpt width=256")`` says what to load where something else is loaded. An error of the student's
    code on the ranks is told as a wrong answer, and so are ranks that wait for each other. A hint names the
    misconception ("That counts the gradients twice"), and does not give the figure.

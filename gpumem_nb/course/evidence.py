@@ -95,42 +95,40 @@ class Evidence:
             if missing:
                 raise NotReady(f"The ranks do not know {missing[0]!r} yet. Run {cell} first.")
 
-    def on_ranks(self, code: str) -> list[Any]:
-        """Run code on all ranks, where it sees what cells have defined; return its last expression's values.
-
-        Raises:
-            RankError: it failed; ``Stalled`` where ranks waited longer than ``STALL_S`` for ranks that did not come.
-            TimeoutError: it did not come back.
-        """
-        session = self.session
-        limit_s = session.policy.stall_limit_s
-        session.set(stall_limit_s=STALL_S)
-        try:
-            return session.run(code, timeout=MOST_S)
-        finally:
-            session.set(stall_limit_s=limit_s)
-
-    def of_function(self, name: str, harness: str) -> list[dict[str, Any]]:
-        """Have a function of ``course/on_ranks`` measure the function that a student's cell defined on the ranks.
+    def of_function(self, name: str, harness: str, *given: int) -> list[Any]:
+        """Have a function of ``course/on_ranks`` measure what a student's cell defined on the ranks.
 
         Args:
-            name: of both functions, and of the exercise's cell.
+            name: of both, and of the exercise's cell.
             harness: the module in ``course/on_ranks``.
+            given: what its function takes beside the names of the rank's cells.
 
         Returns:
             What was measured, in rank order.
 
         Raises:
             NotReady: no cell has defined it yet.
-            RankError: the student's function failed.
-            TimeoutError: it did not come back.
+            RankError, TimeoutError: as for :meth:`of_module`.
         """
         self.needs_names(name, cell=f"the cell that defines {name}")
-        return self.of_module(harness, f"{name}(globals())")
+        return self.of_module(harness, f"{name}(globals(), *{given!r})")
 
     def of_module(self, harness: str, call: str) -> list[Any]:
-        """Call a function of a module in ``course/on_ranks`` on all ranks, such as ``"rounded(0.001, 1000)"``."""
-        return self.on_ranks(f"__import__({f'{_ON_RANKS}.{harness}'!r}, fromlist=['*']).{call}")
+        """Call a function of a module in ``course/on_ranks`` on all ranks, such as ``"rounded(0.001, 1000)"``.
+
+        Where it takes the names of the rank's cells, they are ``globals()``.
+
+        Raises:
+            RankError: it failed; ``Stalled`` where ranks waited longer than ``STALL_S`` for ranks that did not come.
+            TimeoutError: it did not come back within ``MOST_S``.
+        """
+        session = self.session
+        limit_s = session.policy.stall_limit_s
+        session.set(stall_limit_s=STALL_S)
+        try:
+            return session.run(f"__import__({f'{_ON_RANKS}.{harness}'!r}, fromlist=['*']).{call}", timeout=MOST_S)
+        finally:
+            session.set(stall_limit_s=limit_s)
 
     def measure(self, /, **knobs: Any) -> Measured:
         """Train a few steps as :meth:`trained` does, and record one more, which is undone.

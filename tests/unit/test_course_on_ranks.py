@@ -23,8 +23,8 @@ class Here(Evidence):
     def __init__(self, **names: Any) -> None:
         self.names = names
 
-    def of_function(self, name: str, harness: str) -> list[dict[str, Any]]:
-        return [getattr({"half_bits": half_bits, "twice": twice}[harness], name)(self.names)]
+    def of_function(self, name: str, harness: str, *given: int) -> list[Any]:
+        return [getattr({"half_bits": half_bits, "twice": twice}[harness], name)(self.names, *given)]
 
 
 def judged(exercise: str, name: str, function: Any) -> Any:

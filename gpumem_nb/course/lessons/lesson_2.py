@@ -17,22 +17,11 @@ LOOP = ("new_net", "train", "apart", "rows")
 """What the notebook's first cell defines on the ranks."""
 _FROM_LOOP = "the cell that defines new_net(), train() and apart()"
 
-_DRIFT = f"""
-def _drift():
-    with torch.random.fork_rng():
-        torch.manual_seed(rank)
-        net = new_net()
-    before = apart(net)
-    train(net, {STEPS})
-    return before, apart(net)
-_drift()
-"""
-
 
 def _distances(evidence: Evidence) -> tuple[float, float]:
     """Return how far the farthest rank's weights are from rank 0's, before and after some steps."""
     evidence.needs_names(*LOOP, cell=_FROM_LOOP)
-    before, after = zip(*evidence.on_ranks(_DRIFT), strict=True)
+    before, after = zip(*evidence.of_module("ranks", f"drift(globals(), {STEPS})"), strict=True)
     return max(before), max(after)
 
 
@@ -67,19 +56,10 @@ SEEDS = Exercise(
     ),
 )
 
-_SEEN = """
-def _numbers(batch):
-    if not isinstance(batch, (list, tuple)) or len(batch) != 3:
-        raise TypeError("loader must give batches of rows: inputs, labels and numbers of samples")
-    return [int(number) for number in batch[2]]
-[_numbers(batch) for batch in loader]
-"""
-
 
 def _shared_out(_: None, evidence: Evidence) -> Outcome:
     """Judge which samples each rank's loader gives."""
-    evidence.needs_names("loader", cell="the cell above, which defines loader")
-    batches: list[list[list[int]]] = evidence.on_ranks(_SEEN)
+    batches: list[list[list[int]]] = evidence.of_function("loader", "ranks")
     of_rank = [[number for batch in of for number in batch] for of in batches]
     seen, all_numbers = [set(numbers) for numbers in of_rank], set(range(SAMPLES))
     union = set().union(*seen)
@@ -138,29 +118,25 @@ SHARES = Exercise(
     ),
 )
 
-_MEAN = "mean_loss(2.0 ** (rank + 3))"
-
 
 def _told_by_one(_: None, evidence: Evidence) -> Outcome:
     """Judge a function with which rank 0 reports the mean of all ranks' losses."""
-    evidence.needs_names("mean_loss", cell="the cell above, which defines mean_loss()")
-    losses = [2.0 ** (rank + 3) for rank in range(evidence.session.size)]
     try:
-        found = evidence.on_ranks(f"float(_found) if (_found := {_MEAN}) is not None else None")[0]
+        losses, told = zip(*evidence.of_function("mean_loss", "ranks"), strict=True)
     except Stalled as error:
         return wrong(
             "An all-reduce ends when all ranks have called it. A rank that does not come leaves the others "
             "waiting, for ever in a plain script. What may a rank do alone, and what not?",
             str(error),
         )
-    mean = sum(losses) / len(losses)
+    mean, found = sum(losses) / len(losses), told[0]
     compared = f"Losses of the ranks: {', '.join(f'{loss:g}' for loss in losses)}. Rank 0 returns {found}."
     if found is not None and abs(found - mean) < 1e-4 * mean:
         return right("All ranks take part in the collective, and one of them tells what came of it.", compared)
     return wrong(_mean_mistake(found, losses), compared)
 
 
-def _mean_mistake(found: float | None, losses: list[float]) -> str:
+def _mean_mistake(found: float | None, losses: tuple[float, ...]) -> str:
     """Return which idea leads to this in place of the mean of losses."""
     if found is None:
         return "Nothing hangs, but rank 0 returns nothing: it must return the mean."
@@ -186,26 +162,12 @@ CONDITIONAL = Exercise(
 )
 
 WEIGHTS, GRADIENTS, STATISTICS, LOSSES = "weights", "gradients", "running statistics", "losses"
-_KEPT = f"""
-def _kept():
-    with torch.random.fork_rng():
-        net = new_net()
-    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
-    loss = train(net, {STEPS})
-    return {{
-        "{WEIGHTS}": [weight.tolist() for weight in net.parameters()],
-        "{GRADIENTS}": [weight.grad.tolist() for weight in net.parameters()],
-        "{STATISTICS}": [buffer.tolist() for name, buffer in net.named_buffers() if "running" in name],
-        "{LOSSES}": loss,
-    }}
-_kept()
-"""
 
 
 def _unlike(evidence: Evidence) -> frozenset[str]:
     """Return what differs between ranks after some steps of a loop that begins with equal weights."""
     evidence.needs_names(*LOOP, cell=_FROM_LOOP)
-    of_rank: list[dict[str, Any]] = evidence.on_ranks(_KEPT)
+    of_rank: list[dict[str, Any]] = evidence.of_module("ranks", f"kept(globals(), {STEPS})")
     return frozenset(name for name, value in of_rank[0].items() if any(of[name] != value for of in of_rank[1:]))
 
 
@@ -235,27 +197,13 @@ OWN_STATE = Exercise(
     ),
 )
 
-_WALK = f"""
-def _walk():
-    share = list(range(rank, {BATCHES}, size))
-    taken = steps(share)
-    if taken is None:
-        raise TypeError("steps() returned nothing")
-    taken = int(taken)
-    for number in range(taken):
-        hvd.allreduce(torch.ones(1), name=f"gradient of step {{number + 1}}")
-    return taken, len(share)
-_walk()
-"""
-
 
 def _ends_together(_: None, evidence: Evidence) -> Outcome:
     """Judge how many steps the ranks take, by letting them walk."""
-    evidence.needs_names("steps", cell="the cell above, which defines steps()")
     if evidence.session.size == 1:
         return wrong("There is only one rank, so nothing can be uneven: start two or more.")
     try:
-        found = evidence.on_ranks(_WALK)
+        found = evidence.of_function("steps", "ranks", BATCHES)
     except Stalled as error:
         return wrong(
             "Ranks take different numbers of steps: in the last ones, some wait for a gradient that others never "

@@ -66,90 +66,6 @@ PEAK = Exercise(
     ),
 )
 
-_WATCH = """
-def _flat(net):
-    grads = [weight.grad for weight in net.parameters()]
-    if any(grad is None for grad in grads) or not any(grad.any() for grad in grads):
-        return None
-    return torch.cat([grad.flatten() for grad in grads])
-def _watched(function, net, parts, losses):
-    known = {}
-    for name, loss in losses.items():
-        net.zero_grad()
-        loss(net).backward()
-        known[name] = _flat(net).clone()
-    net.zero_grad()
-    before, events, found = [weight.detach().clone() for weight in net.parameters()], [], []
-    def forward(module, given, output):
-        events.append(len(given[0]))
-        if output.requires_grad:
-            output.register_hook(lambda _: events.append(0))
-    handle = net.register_forward_hook(forward)
-    try:
-        for _ in range(2):
-            function(net, parts)
-            grad = _flat(net)
-            found.append("none" if grad is None else "other")
-            for name, one in known.items():
-                if grad is not None and (grad - one).norm() < 1e-3 * one.norm():
-                    found[-1] = name
-                    break
-            length = 0.0 if grad is None else grad.norm().item()
-            if found[0] != "right":
-                break
-    finally:
-        handle.remove()
-    waiting = [sum(1 if event else -1 for event in events[:place]) for place in range(len(events) + 1)]
-    moved = any(not torch.equal(old, new) for old, new in zip(before, net.parameters()))
-    return {"found": found, "length": length, "wanted": known["right"].norm().item(), "moved": moved,
-            "largest": max(events, default=0), "waiting": max(waiting)}
-"""
-
-_EQUAL = f"""{_WATCH}
-def _judged():
-    from torch import nn
-    from torch.nn.functional import cross_entropy
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        parts = [(torch.randn({PART}, 6), torch.randint(3, ({PART},))) for _ in range({FEW_PARTS})]
-    one = lambda net, part: cross_entropy(net(part[0]), part[1])
-    return _watched(accumulate, net, parts, {{
-        "right": lambda net: sum(one(net, part) for part in parts) / {FEW_PARTS},
-        "undivided": lambda net: sum(one(net, part) for part in parts),
-        "last": lambda net: one(net, parts[-1]),
-        "last, divided": lambda net: one(net, parts[-1]) / {FEW_PARTS},
-        "summed": lambda net: sum(one(net, part) * {PART} for part in parts),
-        "by samples": lambda net: sum(one(net, part) for part in parts) / {PART},
-        "by ranks": lambda net: sum(one(net, part) for part in parts) / size,
-    }})
-_judged()
-"""
-
-_UNEVEN = f"""{_WATCH}
-def _judged():
-    from torch import nn
-    from torch.nn.functional import cross_entropy
-    with torch.random.fork_rng():
-        torch.manual_seed(6)
-        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        parts = [(torch.randn(few, 5, 6), torch.randint(3, (few, 5))) for few in ({PART}, {PART}, {PART // 2})]
-    for (_, labels), kept in zip(parts, (5, 2, 4)):
-        labels[1:, kept:] = -100
-    one = lambda net, part, how: cross_entropy(net(part[0]).flatten(0, 1), part[1].flatten(), reduction=how)
-    tokens = sum((labels != -100).sum().item() for _, labels in parts)
-    samples = sum(len(labels) for _, labels in parts)
-    return _watched(accumulate_tokens, net, parts, {{
-        "right": lambda net: sum(one(net, part, "sum") for part in parts) / tokens,
-        "parts": lambda net: sum(one(net, part, "mean") for part in parts) / len(parts),
-        "samples": lambda net: sum(one(net, part, "mean") * len(part[0]) for part in parts) / samples,
-        "positions": lambda net: sum(one(net, part, "sum") for part in parts) / (5 * samples),
-        "undivided": lambda net: sum(one(net, part, "mean") for part in parts),
-        "summed": lambda net: sum(one(net, part, "sum") for part in parts),
-        "last": lambda net: one(net, parts[-1], "mean"),
-    }})
-_judged()
-"""
 _COMMON = {
     "none": "No gradient is left when the function ends. Clear old gradients before the first part, and none after it.",
     "last": "Only the last part is in this gradient: zero_grad() inside of the loop throws the other parts away.",
@@ -164,8 +80,7 @@ _COMMON = {
 }
 _OF_TOKENS = {
     "undivided": "That is the sum of the parts' means, and it grows with the number of parts. Make one mean of it in "
-    "which "
-    "each token has the same weight.",
+    "which each token has the same weight.",
     "parts": "That is the mean of the parts' means: a token in a part of few tokens counts more than one in a part of "
     "many. What is a part to be weighted with?",
     "samples": "That weights a part with its samples, but its loss is a mean over tokens. How many of its labels "
@@ -174,12 +89,11 @@ _OF_TOKENS = {
 }
 
 
-def _accumulated(code: str, function: str, hints: dict[str, str], why: str) -> Judge:
+def _accumulated(function: str, given: tuple[int, ...], hints: dict[str, str], why: str) -> Judge:
     """Return a judge of a function that adds up gradients of parts, which is run and watched."""
 
     def judge(_: None, evidence: Evidence) -> Outcome:
-        evidence.needs_names(function, cell=f"the cell above, which defines {function}()")
-        seen: dict[str, Any] = evidence.on_ranks(code)[0]
+        seen: dict[str, Any] = evidence.of_function(function, "batch", *given)[0]
         compared = f"Your gradient's length: {seen['length']:.4g}. The large batch's: {seen['wanted']:.4g}."
         return _strayed(seen, hints, compared) or right(why, compared)
 
@@ -218,16 +132,14 @@ ACCUMULATE = Exercise(
     "3.2",
     "Accumulate",
     "accumulate(net, parts) is to leave in .grad the gradient of the mean loss over all samples of parts of equal "
-    "size, "
-    "whatever was there before, and never to hold the activations of more than one part. Repair it.",
+    "size, whatever was there before, and never to hold the activations of more than one part. Repair it.",
     Nothing(),
     _accumulated(
-        _EQUAL,
         "accumulate",
+        (PART, FEW_PARTS),
         _COMMON,
         "Clear once, let every part add its share, divide: the same gradient as the large batch's, with the "
-        "activations "
-        "of one part.",
+        "activations of one part.",
     ),
     (
         "backward adds to .grad. When must .grad be empty, and when must it not be emptied?",
@@ -240,12 +152,11 @@ TOKENS = Exercise(
     "3.3",
     "Parts that are not alike",
     "The last part is smaller, and samples are padded (labels of -100 are left out). Change accumulate_tokens(net, "
-    "parts) "
-    "so that .grad is the gradient of the mean over all tokens that count.",
+    "parts) so that .grad is the gradient of the mean over all tokens that count.",
     Nothing(),
     _accumulated(
-        _UNEVEN,
         "accumulate_tokens",
+        (PART,),
         _COMMON | _OF_TOKENS,
         "A mean over tokens is the sum over all of them, divided by how many there are in all parts. Ranks are parts, "
         "too: where their numbers of tokens differ, the average that Horovod makes is a mean of means.",
@@ -281,9 +192,8 @@ LEARNING_RATE = Exercise(
         within=0.02,
         words=lambda value: f"{value:.4g}",
         why="The rate grows with the samples of a step: twice as many in a micro-batch, four times as many "
-        "micro-batches. "
-        "This is a rule of thumb for SGD, and holds while the batch is small beside the noise scale. For Adam, "
-        "whose steps have a length of their own, the root is advised: lr_scaling=sqrt.",
+        "micro-batches. This is a rule of thumb for SGD, and holds while the batch is small beside the noise scale. "
+        "For Adam, whose steps have a length of their own, the root is advised: lr_scaling=sqrt.",
         mistakes=(
             Mistake(
                 lambda rate: rate / 8, "That is the old rate. What does lr_scaling=linear do when the batch grows?"
@@ -307,25 +217,6 @@ LEARNING_RATE = Exercise(
 )
 
 FEW, MANY = 4, 16
-_NOISE = f"""
-def _noise():
-    from torch import nn
-    from torch.nn.functional import cross_entropy
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        net, inputs = nn.Linear(8, 3), torch.randn(256, 8)
-        labels = (inputs[:, :3] + torch.randn(256, 3)).argmax(1)
-        each = []
-        for row, label in zip(inputs, labels):
-            net.zero_grad()
-            cross_entropy(net(row), label).backward()
-            each.append(torch.cat([weight.grad.flatten() for weight in net.parameters()]))
-        each = torch.stack(each)
-        off = [each[torch.randint(256, (4000, size))].mean(1) - each.mean(0) for size in ({FEW}, {MANY})]
-    return [one.square().sum(1).mean().item() for one in off]
-_noise()
-"""
-
 NOISE = Exercise(
     "3.5",
     "Noise of a gradient",
@@ -333,7 +224,7 @@ NOISE = Exercise(
     "samples, how many times that is it?",
     Number("0.7 or '2 times'"),
     measured(
-        lambda evidence: evidence.on_ranks(_NOISE)[0],
+        lambda evidence: evidence.of_module("batch", f"noise({FEW}, {MANY})")[0],
         lambda found: found[1] / found[0],
         within=0.12,
         words=lambda value: f"{value:.3g} times",
