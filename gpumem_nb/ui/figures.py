@@ -199,6 +199,7 @@ def _bar(
 
 
 _HEIGHT = 380
+_TUNED_BELOW_PX = 128  # ticks, title, and a legend of four lines, as a narrow panel breaks it
 _NEAR = 1.6  # times the most that was reserved, up to which the limit is worth its place
 _HOVER = "%{text}<br>%{x:.1f} MiB reserved, %{customdata} samples/s<extra></extra>"
 
@@ -301,9 +302,9 @@ def tuned_figure(result: TuneResult) -> go.Figure:
         **look("Samples/s against reserved memory", _HEIGHT),
         xaxis=_axis("MiB reserved, worst rank", standoff=4),
         yaxis=_axis("samples/s, all ranks"),
-        legend={"orientation": "h", "y": -0.22, "yanchor": "top", "font": {"size": 13}},
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "font": {"size": 13}},
     )
-    figure.update_layout(margin={"b": 96})
+    figure.update_layout(margin={"b": _TUNED_BELOW_PX})
     most = max(one.predicted.reserved_peak_bytes for one in result.measured)
     if result.budget_bytes and result.budget_bytes < _NEAR * most:
         _mark_limit(figure.add_vline, x=result.budget_bytes / _MIB)
